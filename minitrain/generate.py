@@ -152,7 +152,7 @@ file as diffusers, ComfyUI or musubi-tuner write it. The prompts are a safetenso
 embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one
 for all (without it, zeros; published models want the embedding of an empty prompt or of what is not
 to be seen); for image-to-video models also `condition` and `image` (see data/latents.py). The
-result is a safetensors file with `latents` [videos, channels, frames, height, width], normalised as
+result is a safetensors file with `latents` [videos, channels, frames, height, width], normalized as
 those of the training: the video autoencoder decodes them times its std, plus its mean. With
 --encoders, the download of a pipeline in diffusers' layout, the prompts are lines of text, and the
 result is an .mp4 file, or one for each line: name-1.mp4, name-2.mp4, ... `--prompts shapes` are

@@ -103,7 +103,7 @@ def is_byte_tokenizer(tree: dict) -> bool:
 def remove_others(folder: str | Path, names: Iterable[str]) -> None:
     """Remove an earlier tokenizer's files that are not among the new names.
 
-    They would count: a chat template even before the new one.
+    They would still be read: a chat template even before the new one.
     """
     for name in set(COMPANIONS) - set(names):
         Path(folder, name).unlink(missing_ok=True)

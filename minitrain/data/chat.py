@@ -88,7 +88,7 @@ def encode_pieces(pieces: Iterator, tokenizer: Tokenizer) -> tuple[np.ndarray, n
         ids = []
         for part in re.split(f"([{BEGINNING}{EOS}])", text):
             if part == BEGINNING:
-                # but not with what some put behind a whole text, such as eos
+                # without eos, which some tokenizers put behind a whole text
                 ids += tokenizer.beginning_ids
             elif part == EOS:
                 ids.append(tokenizer.eos_id)

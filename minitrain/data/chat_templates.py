@@ -44,9 +44,9 @@ class Message(NamedTuple):
 
 Chat = list[Message]
 
-# the date that Llama 3.1's and 3.2's templates write where they are not told it
+# the date that Llama 3.1's and 3.2's templates write if none is given
 DATE = date(2024, 7, 26)
-# what to look for in a template, where that is not the key: nothing for what it may leave out
+# key -> pattern that a template must have to support it, if not the key itself; empty: any template
 NAMES = {"reasoning_content": "reasoning_content|thinking", "name": "", "tool_call_id": ""}
 # characters that no text has: a reply's begin and end, the tokenizer's beginning and eos
 SAID, DONE, BEGINNING, EOS = map(chr, range(0xFDD0, 0xFDD4))
@@ -134,13 +134,13 @@ class _Rendering:
     def __init__(self, template: ChatTemplate, messages: Chat, shown: Mapping):
         self.template = template
         self.shown = shown
-        # the model would not see what the template does not read
+        # a key that the template does not read would be lost
         for key in chain(shown, *(message.more for message in messages)):
             if not re.search(rf"\b({NAMES.get(key, key)})\b", template.source):
                 raise InputError(
                     f"{key!r} is not supported by {template.name}: it is not in its text"
                 )
-        # a developer's turn is the system's where the template knows only that
+        # a template without a developer role gets such a turn as the system's
         if "developer" not in template.source and "system" in template.source:
             messages = [m._replace(role="system") if m.role == "developer" else m for m in messages]
         self.messages = messages
@@ -172,13 +172,12 @@ class _Rendering:
             text, mark, rest = self.unmarked([*before, marked]).rpartition(PLACEHOLDER)
             if not mark or begun.strip() not in text:
                 raise self.unclear(len(before))
-            # a template that drops the space behind the mark would have dropped one that the
-            # message ends in
+            # the placeholder ends in a space: if the template drops it, it also strips the message
             text = text if rest.startswith(" ") else text.rstrip()
         yield text, False
 
     def pieces(self) -> Iterator:
-        # given and said text take turns
+        # given text, a reply, given text, ...
         parts = MARKS.split(self.render(self.messages))
         text = "".join(parts)
         self.check_all_shown(text)
@@ -235,14 +234,15 @@ class _Rendering:
         prompt = asked[len(given) :] if asked.startswith(given) else ""
         begin = len(given)
         if not text.startswith(given):
-            # earlier turns are written otherwise if more follow: without thoughts
+            # a reply that is not the last may be written otherwise, without its thoughts: look for
+            # the longest beginning of the prompt that is there
             for size in range(len(prompt), 0, -1):
                 begin = text.find(prompt[:size], seen, len(before))
                 if begin >= 0:
                     break
             else:
                 raise self.unclear(i)
-        # some ask for a thought, <think>, where they write a reply without one
+        # some generation prompts open a thought (<think>) that a reply without one does not have
         turn = text[begin:]
         size = len(commonprefix([turn, prompt, before[begin:]]))  # noqa: RUF071
         tokens = (m for whole in (turn, prompt) for m in self.added_token.finditer(whole))

@@ -56,10 +56,10 @@ def find_files(data: Data) -> list[Path]:
     ]
     if not kept:
         raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
-    # links may lead to a folder by several names, in circles too: the shortest, which is the last
-    # here, counts
+    # Links may lead to a folder by several names, in circles too. The shortest name counts: sorted
+    # last, it replaces the others in the dict.
     kept.sort(key=lambda file: (len(file), file), reverse=True)
-    # there are far fewer folders than files
+    # cached by folder: there are far fewer folders than files
     real = functools.cache(os.path.realpath)
     shortest = {(real(os.path.dirname(file)), os.path.basename(file)): file for file in kept}
     return sorted(map(Path, shortest.values()))
@@ -69,7 +69,7 @@ def _expand(pattern: str, kind: str) -> list[str]:
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
         files = [file for file in _files_below(pattern) if file.endswith(SUFFIXES[kind])]
-        # no pipes, which may never end; a link to nothing stays, as an error when it is read
+        # no pipes, which may never end; a link to nothing stays, and is an error when it is read
         return [file for file in files if os.path.isfile(file) or not os.path.exists(file)]
     return [file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)]
 

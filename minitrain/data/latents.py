@@ -15,7 +15,7 @@ models are to see the embedding of an empty prompt, since that is what they are 
 Wan's condition has two parts. First comes a mask of 4 channels, 1 where a frame is given: one
 channel for each of the 4 frames that a latent frame stands for. The first latent frame stands for
 one frame, which all 4 channels tell of. Then come the latents, normalized alike, of the video with
-all frames grey that are not given.
+all frames gray that are not given.
 
 Videos of one shape form a bucket, and a micro-batch comes from one bucket. Every file's header is
 checked before training. Its values are checked (are they finite?) when they are read; with

@@ -34,10 +34,10 @@ from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
 def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
     """Return the training samples in rows, and the held-out ones.
 
-    The latter are None if data.validation is 0; mock data always has some. A row is as
-    `open_data`'s, with document -1 where a row is padding. Without data.packed, rows have neither
-    `positions` nor `document_ids`, unless experts are balanced, which padding must not be; and mock
-    data is pretraining's. Raises InputError, with FILE:LINE, for a line that is not a chat.
+    The latter are None if data.validation is 0; mock data always has some. Rows are as those of
+    `open_data`, with the document id -1 in padding. Without data.packed they have neither
+    `positions` nor `document_ids`, unless experts are balanced: padding must not count there. Then
+    mock data is that of pretraining. Raises InputError, with FILE:LINE, for a line that is no chat.
     """
     data = config.data
     seq_len = config.batch.seq_len
@@ -155,9 +155,9 @@ class Chats:
 class MockChats(Mock):
     """Random tokens in the shape of packed SQuAD, as in the published fine-tuning tables.
 
-    Their counts fit rows with 17 empty slots, and samples of such lengths s that attention sees
-    sum(s^2) / sum(s) = 208 tokens. Log-normal lengths do; a row's last is cut to fit. `split` 0 and
-    1 differ.
+    The tables' counts imply rows with 17 slots without a token, and sample lengths s with
+    sum(s^2) / sum(s) = 208. Log-normal lengths have that; a row's last sample is cut to fit.
+    `split` 0 and 1 differ.
     """
 
     # slots of a row without a token; tokens of a chat that are predicted

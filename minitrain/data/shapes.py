@@ -1,6 +1,6 @@
 """A toy world of video with text: a colored shape that moves, for training Wan on a laptop.
 
-4 colours x 3 shapes x 4 directions, each from 9 places: 432 clips of 4 frames, 16 x 16 pixels, all
+4 colors x 3 shapes x 4 directions, each from 9 places: 432 clips of 4 frames, 16 x 16 pixels, all
 known, so that a generated video can be judged by the clip nearest to it. In place of an
 autoencoder stands a principal component analysis of 4 x 4 pixels, in place of a text encoder a
 fixed random vector for each word.
@@ -41,8 +41,8 @@ RADIUS = 3.4
 
 
 class Clip(NamedTuple):
-    words: tuple[str, str, str]  # colour, shape, direction
-    x: float  # of the centre, in the first frame
+    words: tuple[str, str, str]  # color, shape, direction
+    x: float  # of the center, in the first frame
     y: float
 
 

@@ -1,12 +1,11 @@
-"""Rows of text for training: row n is a pure function of (seed, n), so a resumed run needs no saved
-iterator.
+"""Rows of text for training: row n is a pure function of (seed, n).
 
-Documents are tokenized, each begun as a prompt is (with bos, where the tokenizer puts one) and
-ended by eos, laid end to end, and cut into rows of seq_len. A row numbers its documents, so that
-attention stays inside each, and positions restart with them. An epoch visits every row once, in an
-order that is computed for one row at a time (`shuffled`) and never stored. Token files are read row
-by row: any size opens at once. Left out: streaming from a network, mixing sources by weight, and
-packing that avoids cutting documents.
+So a resumed run needs no saved iterator. Documents are tokenized, begun as a prompt is (with bos,
+where the tokenizer puts one), ended by eos, laid end to end, and cut into rows of seq_len. A row
+numbers its documents, so that attention stays inside each, and positions restart with them. An
+epoch visits every row once, in an order that is computed for one row at a time (`shuffled`) and
+never stored. Token files are read row by row: any size opens at once. Left out: streaming from a
+network, mixing sources by weight, and packing that avoids cutting documents.
 
 Unusable data is an error; with data.on_error=skip it is left out and counted. Text and JSONL are
 read, and so checked, in full before the first step. Token files are checked row by row when a row
@@ -36,7 +35,7 @@ from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
 
 Row = dict[str, Tensor]
-# tokens of token files that are read before training
+# how many tokens of token files are checked before training
 CHECKED = 1 << 21
 
 
@@ -72,7 +71,7 @@ class Mock:
     split: int
 
     def __len__(self) -> int:
-        # no epoch ever ends
+        # so that no epoch ever ends
         return 1 << 40
 
     def random(self, n: int) -> np.random.Generator:
@@ -180,7 +179,7 @@ class Corpus:
 
     @property
     def predicted(self) -> int:
-        # all but each document's first
+        # each document's first token is not predicted
         return len(self.tokens) - len(self.ends)
 
 
@@ -191,7 +190,7 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     saw one, that would be an untrained embedding. Texts that have it written at their start, as
     rendered chats do, get no second.
     """
-    # config.json may name an eos far beyond the words
+    # config.json may name an eos far beyond the vocabulary
     count = max(tokenizer.vocab_size, 1 + (tokenizer.eos_id or 0))
     dtype = np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)
     beginning = np.array(tokenizer.beginning_ids, dtype)

@@ -20,14 +20,14 @@ import numpy as np
 from minitrain.errors import InputError, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_tokens, read_head
 
-# files at once; a process may usually have 256 or 1024
+# files that stay open at once; a process may usually have 256 or 1024
 OPEN = 128
 # in bytes
 LLMC_HEADER = 1024
 # type by magic number, of GPT-2's and Llama 3's tokens
 LLMC = {20240520: "<u2", 20240801: "<u4"}
 NPY = b"\x93NUMPY"
-# tokens from which the width is guessed: at most, at least
+# the width of raw tokens is guessed from at most and at least so many
 LOOKED_AT = 1 << 13
 FEWEST = 1 << 7
 
@@ -84,9 +84,7 @@ class TokenFile:
 
 
 class TokenFiles:
-    """Token files laid end to end, as documents are; where a file ends, a document does. Files may
-    be empty.
-    """
+    """Token files laid end to end. A document ends where a file ends. Files may be empty."""
 
     def __init__(self, files: list[TokenFile]):
         self.files = [file for file in files if len(file)]
@@ -96,7 +94,7 @@ class TokenFiles:
         return self.firsts[-1]
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return what Corpus.read (text.py) does, from as many files as it takes."""
+        """Return tokens and document ends, as Corpus.read (text.py), from one or more files."""
         windows = []
         ends = []
         for file, place, count in self._parts(start, length):
@@ -114,9 +112,7 @@ class TokenFiles:
         )
 
     def _parts(self, start: int, length: int) -> Iterator[tuple[TokenFile, int, int]]:
-        """Yield the files that have a piece of these tokens, each with the piece's start and length
-        in it.
-        """
+        """Yield the files that hold these tokens, as (file, first token in it, token count)."""
         number = bisect_right(self.firsts, start) - 1
         while length:
             file = self.files[number]

@@ -35,10 +35,9 @@ ADDED = (
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the `tokenizers` package; eos_id: None if no file beside it names
-    one.
+    """A `tokenizer.json`, read by the `tokenizers` package.
 
-    below: what is encoded must be, if not None.
+    eos_id: None if no file beside it names one. below: if not None, ids must be below it.
     """
 
     below: int | None = None

@@ -2,7 +2,7 @@
 
 A parameter is filled from one or several `Piece`s: stored tensors, or single experts of a stored stack, each holding a
 region of it. A piece is read in full or in part, so that a process reads only what it owns. Writing goes the other way,
-always unquantised: one parameter becomes one or several stored tensors.
+always unquantized: one parameter becomes one or several stored tensors.
 
     ours                            Mixtral                        Qwen3, DeepSeek, Kimi               GPT-OSS
     mlp.gate                        block_sparse_moe.gate          mlp.gate                            mlp.router

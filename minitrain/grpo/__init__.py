@@ -1,1 +1,1 @@
-"""Group-relative policy optimisation: learning from rewards on the model's own samples."""
+"""Group-relative policy optimization: learning from rewards on the model's own samples."""
