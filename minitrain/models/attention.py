@@ -1,8 +1,8 @@
 """Masks (`make_mask`), the kernel for each of them (`attention`), and grouped-query attention.
 
-    mask                  on CUDA                                           on CPU
-    causal, or full       scaled_dot_product_attention (cuDNN on Hopper)    the same
-    any other             FlexAttention: its BlockMask skips empty tiles    the same, with a dense mask
+    mask             on CUDA                                         on CPU
+    causal, or full  scaled_dot_product_attention (cuDNN on Hopper)  scaled_dot_product_attention
+    any other        FlexAttention: its BlockMask skips empty tiles  the same, with a dense mask
 
 FlexAttention has no backward on CPU.
 """
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The keys that a query sees: those of `attn_mask`, else up to its own (causal), else all.
+    """The keys that a query sees: those up to its own position (causal), or all.
 
-    attn_mask: bool [batch or 1, 1, queries, keys], or the same as a BlockMask. It is built once for
-    all layers of a forward pass.
+    attn_mask: if there is one, it alone decides: bool [batch or 1, 1, queries, keys], or the
+        same as a BlockMask. It is built once for all layers of a forward pass.
     """
 
     causal: bool = True
@@ -59,6 +59,7 @@ def make_mask(
     if plain and not needs_mask and (q_positions is None or not causal):
         return Mask(causal)
 
+    # indices that broadcast: torch's interface, of BlockMasks too
     def mask_mod(row, head, query, key):
         if q_positions is not None:
             query = q_positions[query]
@@ -85,7 +86,7 @@ def dense_mask(
     return evaluate_mask(mask_mod, batch, torch.arange(queries, device=device), keys)
 
 
-# -------------------------------------------------------------------------------------------------------------- kernels
+# --- kernels
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None = None) -> Tensor:
@@ -107,7 +108,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
 def _dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool = False
 ) -> Tensor:
-    """Call scaled_dot_product_attention. Shapes as in `attention`."""
+    """Call scaled_dot_product_attention. Shapes as in `attention`.
+
+    bias: bool or of q's type, [batch or 1, heads or 1, queries, keys], or None.
+    """
+    # query heads per key/value head
     group = q.shape[1] // k.shape[1]
     # CUDA's kernels for shared key/value heads take half precision, up to 256 channels and no bias.
     # For other calls torch would fall back to one that materializes all scores: copy the heads.
@@ -130,7 +135,8 @@ def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: M
     if q.is_cuda and not isinstance(allowed, Tensor):
         out, aux = run_flex_attention(q, k, v, allowed, return_aux=AuxRequest(lse=True))
         return apply_sinks(out, aux.lse, sinks[:, None])
-    # add a key and a value of zeros, whose score is the bias alone
+    # Add a key and a value of zeros for the sink: its score is its bias, and it adds 0 to outputs.
+    # [batch, heads, queries, keys], then keys + 1
     bias = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill(~allowed, -torch.inf).expand(*q.shape[:3], -1)
     sink = sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
@@ -186,6 +192,7 @@ class GroupedQueryAttention(nn.Module):
         x = self.gather(x)
         # [batch, seq, heads, head_dim]; -1, since a tensor-parallel rank holds fewer heads
         split = (*x.shape[:2], -1, self.head_dim)
+        # [batch, seq, channels of all heads] each
         projected = project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (heads.view(split) for heads in projected)
         q = self.q_norm(q)
@@ -195,6 +202,7 @@ class GroupedQueryAttention(nn.Module):
             k = apply_rotary(k, *rotary)
         # [batch, heads, seq, head_dim]
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        # out: [batch, heads, seq, head_dim]
         if cache is None:
             out = self.attend(q, k, v, mask, self.sinks)
         else:

@@ -72,10 +72,10 @@ class Block(nn.Module):
         """Return [batch, seq, hidden], as x.
 
         rotary: from `rotary_tables`. window_mask: the mask of layers with a sliding window.
-        document_ids: int [batch, seq], for Mamba-2, which has no mask, and for routers, which do not
-        count padding.
+        document_ids: int [batch, seq], for Mamba-2, which has no mask, and for routers, which do
+            not count padding.
         cache: this layer's. During prefill the last layer skips its MLP (`output_unused`): nothing
-        reads its output.
+            reads its output.
         """
         if self.self_attn is not None:
             seen = window_mask if self.windowed else mask
@@ -93,9 +93,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A language model, or one pipeline stage of it.
 
-    A stage holds some `layers`. The `first` has the embedding, the `last` the final norm and the
-    head; the others take and return hidden states. With tied embeddings, first and last each have
-    the matrix.
+    A stage holds the blocks `layers`. The `first` has the embedding, the `last` the final norm and
+    the head. Between stages travel hidden states. With tied embeddings, first and last stage each
+    have the matrix.
     """
 
     def __init__(
@@ -118,11 +118,13 @@ class Decoder(nn.Module):
         vocab = config.vocab_size
         tied = config.tie_word_embeddings
         layers = range(config.num_layers) if layers is None else layers
+        # names are those of checkpoints: model.layers.0.self_attn.q_proj.weight
         self.model = nn.ModuleDict()
         if first or (last and tied):
             self.model["embed_tokens"] = nn.Embedding(vocab, hidden)
         if first and config.position_embedding == "learned":
             self.model["embed_positions"] = nn.Embedding(config.max_position_embeddings, hidden)
+        # a dict, not a list: a stage's first layer keeps its number
         self.model["layers"] = nn.ModuleDict({str(i): Block(config, i) for i in layers})
         if last:
             self.model["norm"] = NORMS[config.norm](hidden, eps=config.norm_eps)
@@ -139,15 +141,17 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return logits [batch, seq, vocab], or head(hidden [batch, seq, hidden], weight, labels).
 
-        x: token ids, int [batch, seq]; in a pipeline, all stages but the first take hidden states,
-        and all but the last return them.
-        positions: int [batch or 1, seq], for rotary or learned embeddings; None: 0, 1, 2, ... A later
-        stage needs them if tensor parallelism splits hidden states.
-        document_ids: int [batch, seq]; tokens see only those with the same number (packed sequences).
-        Below 0: padding.
-        head: called inside the forward pass, where a sharded head weight [vocab, hidden] is whole.
-        cache: the KV cache of each layer, by its number (rollout/caches.py). Then x is one row of
-        parts of sequences, which the cache tells apart, with positions and no documents.
+        x: token ids, int [batch, seq]. In a pipeline, all stages but the first take hidden states
+            [batch, seq, hidden], and all but the last return them.
+        positions: int [batch or 1, seq], for rotary or learned embeddings; None: 0, 1, 2, ... Later
+            stages need them if tensor parallelism splits hidden states.
+        document_ids: int [batch, seq]; tokens see only those with the same number (packed
+            sequences). Below 0: padding.
+        labels: int [batch, seq], only passed on to `head`.
+        head: called in the forward pass, when FSDP has gathered the head's weight [vocab, hidden].
+        cache: the KV cache of each layer, by its number (rollout/caches.py). Then x is one sequence
+            [1, tokens] of parts of several, which the cache tells apart, with positions and without
+            document ids.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
@@ -156,6 +160,7 @@ class Decoder(nn.Module):
             x = self.model.embed_tokens(x)
             if self.config.position_embedding == "learned":
                 x = x + self.model.embed_positions(positions)
+        # of full attention, and of sliding windows; a cache has its own
         masks = None, None
         if cache is None:
             masks = self._masks(positions.shape[1], x.device, document_ids)
@@ -165,6 +170,7 @@ class Decoder(nn.Module):
             x = layer(x, rotary, masks[0], document_ids, masks[1], layer_cache)
         if not self.last:
             return x
+        # [batch, seq, hidden]; tensor parallelism gathers seq
         x = self.gather(self.model.norm(x))
         weight = self.head_weight
         return F.linear(x, weight) if head is None else head(x, weight, labels)
@@ -172,16 +178,21 @@ class Decoder(nn.Module):
     def _masks(
         self, length: int, device: torch.device, document_ids: Tensor | None
     ) -> tuple[Mask, Mask | None]:
-        """Return the mask of full attention, and that of sliding windows if layers have one."""
+        """Return the mask of full attention, and that of sliding windows if layers have one.
+
+        document_ids: int [batch, length].
+        """
         window = self.config.sliding_window
+        # kernels with sinks need an attn_mask (`plain=False`), as windows do anyway
         mask = self.make_mask(length, device, document_ids, plain=not self.config.sinks)
         return mask, self.make_mask(length, device, document_ids, window=window) if window else None
 
     def _rotary(self, positions: Tensor, cache=None) -> tuple[Tensor, Tensor] | None:
+        """Return `rotary_tables` of positions [batch or 1, seq], None without rotary embeddings."""
         config = self.config
         if config.position_embedding != "rotary":
             return None
-        # a cache remembers them
+        # a cache computes frequencies once
         compute = rotary_frequencies if cache is None else cache.frequencies
         frequencies = compute(
             self.rotary_dim, config.rope_theta, config.rope_scaling, positions.device
@@ -200,13 +211,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill `tensor`, the full parameter called `name`: matrices at random, norms with 1, the
-        rest with 0.
-        """
+        """Fill a full parameter [...] by its name: matrices at random, norms with 1, the rest 0."""
         if ".mamba." in name and initialize_mamba(name.rpartition(".mamba.")[2], tensor, generator):
             return
         if tensor.ndim > 1 and not name.endswith("bias"):
             tensor.normal_(0, self._initial_std(name), generator=generator)
+        # LayerNorm1P adds 1 to its weight
         elif name.endswith("norm.weight") and self.config.norm != "layernorm1p":
             tensor.fill_(1)
         else:
@@ -223,6 +233,7 @@ class Decoder(nn.Module):
             outputs = (*RESIDUAL_OUTPUTS, "experts.down_proj")
         if not config.scaled_residual_init or not name.endswith(outputs):
             return config.initializer_range
+        # layers have two parts that write, mixer and MLP, or one
         parts = [config.parts(layer) for layer in range(config.num_layers)]
         writers = 2 * len(parts) - sum(layer.count(None) for layer in parts)
         return config.initializer_range * writers**-0.5

@@ -1,7 +1,7 @@
 """The shape of a decoder as data, checked before any weights exist.
 
-A family is a choice of these fields. `zoo.py` holds their values for each published model,
-`formats/config_hf.py` reads them from a Hugging Face config.json, and `decoder.py` builds the model.
+A family is a choice of these fields. `zoo.py` holds their values for each published model.
+`formats/config_hf.py` reads them from a Hugging Face config.json. `decoder.py` builds the model.
 """
 
 import dataclasses
@@ -12,17 +12,20 @@ from typing import Literal
 from minitrain.errors import Faults, refuse
 from minitrain.models.limits import check_fields
 
-# see layers.py and moe.py
+# values of `mlp`, for layers.py and for experts in moe.py
 DENSE_MLPS = ("swiglu", "relu2", "gelu")
 EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")
+# fields of latent attention (mla.py)
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-ROPE_SCALINGS = {  # what each kind must have
+# the keys that `rope_scaling` must have, by its rope_type
+ROPE_SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-# what yarn may have too, and `truncate`
+# those that yarn may have too, beside `truncate`
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-PARTS = {  # what a layer consists of, by its letter in a pattern
+# the mixer and the MLP of a layer, by its letter in `layer_pattern`
+PARTS = {
     "M": ("mamba", None),
     "*": ("attention", None),
     "E": (None, "moe"),
@@ -34,8 +37,12 @@ PARTS = {  # what a layer consists of, by its letter in a pattern
 class MambaShape:
     """The shape of a Mamba-2 mixer, in the letters of mamba.py.
 
-    heads: H, each of head_dim P; groups: G, a divisor of H; state: N; conv: taps of the convolution.
-    chunk: Q, which changes speed and memory only. dt_min: the least dt.
+    heads: H, each of head_dim P.
+    groups: G, a divisor of H.
+    state: N.
+    conv: the taps of the convolution.
+    chunk: Q, which changes speed and memory only.
+    dt_min: the least dt.
     """
 
     heads: int
@@ -62,7 +69,7 @@ class MambaShape:
         return [self.width, self.groups * self.state, self.groups * self.state]
 
     def rows(self, parts: list[int]) -> list[tuple[int, int, int]]:
-        """Return `by_group` as ranges of rows: (first row after it, first row before it, count)."""
+        """Return how `by_group` moves ranges of rows: (first row after it, before it, count)."""
         found = []
         after = 0
         for group in range(self.groups):
@@ -97,7 +104,7 @@ class DecoderConfig:
     rope_scaling: dict | None = None
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated
     tie_word_embeddings: bool = False
-    sliding_window: int = 0  # layers 0, 2, 4, ... see so many keys; 0: all layers see all
+    sliding_window: int = 0  # how many keys layers 0, 2, 4, ... see; 0: all layers see all
     sinks: bool = False  # a learned term in each head's softmax
     # above 0: multi-head latent attention, which uses this and the next four, and no head_dim
     kv_lora_rank: int = 0
@@ -105,19 +112,19 @@ class DecoderConfig:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
-    num_experts: int = 0  # 0: all MLPs are dense, and what follows on experts is not used
+    num_experts: int = 0  # 0: all MLPs are dense, and the next fields are not used
     num_experts_per_tok: int = 1
     moe_intermediate_size: int = 0
-    first_k_dense_replace: int = 0  # so many first layers have no experts
+    first_k_dense_replace: int = 0  # the number of first layers that have no experts
     shared_expert_intermediate_size: int = 0  # of an expert that sees every token; 0: there is none
     moe_latent_size: int = 0  # width that experts work on, if not hidden_size
     expert_bias: bool = False  # router and experts have biases
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid has a selection bias, groups
-    norm_topk_prob: bool = True  # the chosen experts' weights are divided by their sum
+    norm_topk_prob: bool = True  # the selected experts' weights are divided by their sum
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
-    bias_update_speed: float = 0.0  # of the selection bias, after every step
+    bias_update_speed: float = 0.0  # of the selection bias, after every step (DeepSeek-V3's gamma)
     router_aux_loss_coef: float = 0.0
     # balance each sequence, rather than the tokens of a forward pass together
     seq_aux: bool = False
@@ -129,14 +136,13 @@ class DecoderConfig:
     ssm_state_size: int = 128
     conv_kernel: int = 4
     mamba_chunk_size: int = 128
-    time_step_min: float = 0.0  # dt is at least so much
+    time_step_min: float = 0.0  # the least dt
     initializer_range: float = 0.02
     # divide what writes into the residual stream by sqrt(number of writers)
     scaled_residual_init: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None  # Llama 3.1 has several
-    # what the model's files say besides, for those of what is made of it: other keys of
-    # config.json, and generation_config.json
+    # other keys of the model's config.json, and its generation_config.json: exports keep them
     extra_config: dict = dataclasses.field(default_factory=dict, compare=False)
     generation_config: dict = dataclasses.field(default_factory=dict, compare=False)
 
@@ -148,8 +154,8 @@ class DecoderConfig:
         refuse(self._rope_scaling_faults())
         refuse(self._pattern_faults())
 
-    # Below: (wrong, line) pairs in the order in which they are looked at; a later one may rely on
-    # the earlier ones.
+    # The checks below yield pairs (is it wrong?, message). The first that is wrong is raised, so a
+    # later check may rely on earlier ones.
 
     def _experts_faults(self) -> Faults:
         experts = self.num_experts
@@ -286,7 +292,7 @@ class DecoderConfig:
         )
 
     def parts(self, layer: int) -> tuple[str | None, str | None]:
-        """Return the mixer ("attention" or "mamba") and "mlp" or "moe" of a layer; one may be None."""
+        """Return a layer's mixer, "attention" or "mamba", and "mlp" or "moe"; one may be None."""
         if self.layer_pattern:
             return PARTS[self.layer_pattern[layer]]
         return (
@@ -311,7 +317,7 @@ class DecoderConfig:
 
 
 def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: `known`, then those at which transformers stops."""
+    """Return the ids of tokens that end a text: `known`, then those at which transformers stops."""
     found = []
     for ids in (*known, config.eos_token_id, config.generation_config.get("eos_token_id")):
         found += ids if isinstance(ids, list) else [ids]

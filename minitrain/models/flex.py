@@ -22,7 +22,7 @@ MAX_PAIRS = 1 << 27
 
 
 def evaluate_mask(mask_mod: Callable, batch: int, query: Tensor, keys: int) -> Tensor:
-    """Return mask_mod for the queries of these indices, bool [batch, 1, len(query), keys]."""
+    """Return mask_mod for queries of the indices `query` [n], bool [batch, 1, n, keys]."""
     row = torch.arange(batch, device=query.device)[:, None, None]
     key = torch.arange(keys, device=query.device)
     # [batch, queries, keys]
@@ -55,27 +55,31 @@ def block_mask(
 
 
 def count_in_tiles(allowed: Tensor) -> Tensor:
-    """Count a tile's allowed pairs: bool [..., queries, keys] -> int64 [..., query tiles, key
-    tiles].
-    """
+    """Count allowed pairs: bool [..., queries, keys] -> int64 [..., query tiles, key tiles]."""
     queries, keys = allowed.shape[-2:]
+    # up to whole tiles, with pairs that are not allowed
     padded = F.pad(allowed, (0, -keys % TILE, 0, -queries % TILE))
     return padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).sum((-3, -1))
 
 
 def true_first(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many tiles are true, int32 [...], and all indices, the true ones' first, int32
-    [..., tiles]. tiles: bool [..., tiles].
+    """Return how many tiles are true, int32 [...], and all indices, int32 [..., tiles].
+
+    The indices of true tiles come first. tiles: bool [..., tiles].
     """
     indices = tiles.int().argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), indices.int()
 
 
 def run_flex_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, **options):
-    """Call flex_attention, compiled. Shapes as in `attention`."""
+    """Call flex_attention, compiled. q: [batch, heads, queries, head_dim]; k, v: see `attention`.
+
+    Returns [batch, heads, queries, v's head_dim], and what `options` ask for.
+    """
+    # inside of a compiled block it is compiled with the block
     flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     group = q.shape[1] // k.shape[1]
-    # Below 128 queries torch picks its decoding kernel, which fails to compile where its tile cannot
+    # Below 128 queries torch picks its decoding kernel, which fails to compile if its tile cannot
     # hold the queries of all heads that share a key/value head. Then ask for the usual kernel.
     if q.shape[2] < 128 < q.shape[2] * group:
         options["kernel_options"] = {"BACKEND": "TRITON"}

@@ -1,8 +1,8 @@
-"""Grouped matrix products, over rows that are sorted by expert: one call for all experts.
+"""Grouped matrix products over rows that are sorted by expert: one call for all experts.
 
-torch's F.grouped_mm does the work, with three additions: gradients that are 0 for experts without
-rows on every GPU, an operator that compiles in types other than bf16, and oneDNN's kernels on CPUs
-where they are faster.
+This is torch's F.grouped_mm with three additions: gradients that are 0 for experts without rows on
+every GPU, an operator that compiles in types other than bf16, and oneDNN's kernels on CPUs where
+they are faster.
 """
 
 import torch
@@ -13,14 +13,15 @@ from minitrain.models.onednn import grouped_matmul, takes
 
 
 def grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply the rows of each expert by themselves. offsets: int32 [experts], their ends.
+    """Multiply matrices expert by expert. offsets: int32 [experts], the end of each expert's rows.
 
     x [rows, in], y [experts, in, out]: each row times its expert's matrix, [rows, out].
-    x [in, rows], y [rows, out]: the products over each expert's rows, [experts, in, out], which are
-    0 for an expert without rows.
+    x [in, rows], y [rows, out]: for each expert x y over its rows, [experts, in, out]. This is 0
+        for an expert without rows.
     """
     garbage = leaves_garbage(x.device.type)
     if garbage and y.ndim == 3:
+        # the gradient of y is a product of the second kind
         y = CleanGradient.apply(y, offsets)
     # the compiler knows the shapes of torch's operator in bf16 only
     opaque = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
@@ -47,7 +48,7 @@ def zero_where_empty(stack: Tensor, offsets: Tensor) -> Tensor:
 
 
 class CleanGradient(torch.autograd.Function):
-    """The identity on a stack, whose gradient becomes 0 for experts without rows."""
+    """The identity on a stack [experts, ...], whose gradient becomes 0 for experts without rows."""
 
     @staticmethod
     def forward(ctx, stack, offsets):
@@ -60,11 +61,13 @@ class CleanGradient(torch.autograd.Function):
 
 
 def _by_onednn(x: Tensor, y: Tensor) -> bool:
+    """Return whether oneDNN should compute grouped_mm. x: [m, k]; y: [..., out]."""
     return takes(x, 2 * x.numel() * y.shape[-1])
 
 
 @torch.library.custom_op("minitrain::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    # shapes as in `grouped_mm`: [rows, out] or [experts, in, out]
     if _by_onednn(x, y):
         return grouped_matmul(x, y, offsets.tolist())
     return F.grouped_mm(x, y, offs=offsets)
@@ -72,15 +75,13 @@ def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 @_grouped_mm.register_fake
 def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    # [rows, out], or [experts, in, out]
     experts = () if y.ndim == 3 else offsets.shape
     return x.new_empty(*experts, x.shape[0], y.shape[-1])
 
 
-def _keep_inputs(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    # grad: [rows, out]; only the first kind of product is differentiated
     x, stack, offsets = ctx.saved_tensors
     grad = grad.contiguous()
     # [experts, out, in]: contiguous as the weights, of which `stack` is the transpose
@@ -88,4 +89,7 @@ def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return _grouped_mm(grad, stack.transpose(-2, -1), offsets), grad_weights.transpose(-2, -1), None
 
 
-_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_keep_inputs)
+_grouped_mm.register_autograd(
+    _grouped_mm_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

@@ -39,7 +39,9 @@ class KeepsFP32(nn.Module):
     """
 
     def _apply(self, fn, recurse=True):
+        # torch calls this for .to(), .bfloat16(), .cuda() and the like
         def keep(tensor: Tensor) -> Tensor:
+            """Apply `fn` to a parameter [...], but not below fp32."""
             changed = fn(tensor)
             if changed.dtype.itemsize >= 4:
                 return changed
@@ -49,7 +51,7 @@ class KeepsFP32(nn.Module):
 
 
 def identity(x: Tensor) -> Tensor:
-    """Return x: the default of an exchange point, on one rank."""
+    """Return x [...]: the default of an exchange point, on one rank."""
     return x
 
 
@@ -59,6 +61,7 @@ def identity(x: Tensor) -> Tensor:
 def base_class(module: nn.Module) -> type:
     """Return the module's class, without the adapters that may be around it."""
     kind = type(module)
+    # an adapted class has bases (LoraLinear or LoraExperts, the class inside): see lora.py
     return kind.__bases__[-1] if hasattr(kind, "around") else kind
 
 
@@ -67,6 +70,7 @@ def set_variant(module: nn.Module, variant: type) -> None:
 
     Parameters, their names, hooks and adapters stay.
     """
+    # an adapted class makes one of the same adapters around the variant
     around = getattr(type(module), "around", None)
     module.__class__ = around(variant) if around else variant
 
@@ -77,6 +81,7 @@ def project(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
     A variant computes all of them at once, if it has a method `together` that does not return None.
     """
     variants = [linear.together for linear in linears if hasattr(linear, "together")]
+    # `together` would skip the hooks of a Linear
     if variants and not any(map(has_hooks, linears)):
         for together in variants:
             outputs = together(linears, x)
@@ -95,14 +100,15 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class LayerNorm1P(nn.LayerNorm):
-    """LayerNorm whose weight is stored around zero: normalize(x) * (weight + 1) + bias (Nemotron-4)."""
+    """LayerNorm of Nemotron-4, its weight stored around 0: normalize(x) (weight + 1) + bias."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # [..., hidden], as the result
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). x: [batch, seq, hidden]."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). x: [batch, seq, hidden], as the result."""
 
     # the sampler computes them as one product
     same_input = ("gate_proj", "up_proj")
@@ -116,7 +122,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # [batch, seq, intermediate] each
+        # [batch, seq, intermediate] each; intermediate / tp under tensor parallelism
         gate, up = project(self.gather(x), self.gate_proj, self.up_proj)
         return self.reduce(self.down_proj(F.silu(gate) * up))
 
@@ -133,11 +139,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        # [batch, seq, hidden], as the result
         return self.reduce(self.down_proj(self.activation(self.up_proj(self.gather(x)))))
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return relu(x) ** 2, in x's shape (Primer, So et al. 2021; Nemotron)."""
+    """Return relu(x) ** 2 of x [...], in its shape (Primer, So et al. 2021; Nemotron)."""
     return F.relu(x).square()
 
 
@@ -154,7 +161,7 @@ MLPS = {
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, device=None) -> Tensor:
-    """Return the angle per position of each rotated pair of channels, fp32 [dim / 2].
+    """Return the angle per position of each rotated pair of channels, in radians, fp32 [dim / 2].
 
     dim: how many channels of a head are rotated.
     scaling: `rope_scaling` of a Hugging Face config, with `rope_type` llama3 or yarn; None: the
@@ -165,6 +172,7 @@ def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, devi
         return frequencies
     keep = yarn_keep if scaling["rope_type"] == "yarn" else llama3_keep
     kept = keep(frequencies, theta, scaling)
+    # a blend of the frequency and the frequency / factor
     return frequencies * (kept + (1 - kept) / scaling["factor"])
 
 
@@ -191,6 +199,7 @@ def yarn_keep(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
     dim = 2 * len(frequencies)
     original = scaling["original_max_position_embeddings"]
 
+    # the index of the pair that turns so many times within the original context
     def find_correction_dim(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -202,6 +211,7 @@ def yarn_keep(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
     low = max(low, 0)
     high = min(high, dim - 1)
     index = torch.arange(dim // 2, device=frequencies.device, dtype=torch.float32)
+    # 0.001 as in transformers, where both ends are the same
     return 1 - ((index - low) / (high - low or 0.001)).clamp(0, 1)
 
 
@@ -211,7 +221,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def attention_factor(scaling: dict | None) -> float:
-    """Return the factor on cosines and sines, so on queries and on keys. 1 without yarn."""
+    """Return YaRN's factor on cosines and sines, thus on queries and on keys; 1 without YaRN."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     factor = scaling["factor"]
@@ -223,7 +233,7 @@ def attention_factor(scaling: dict | None) -> float:
 
 
 def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Return factor x cosines and factor x sines for `apply_rotary`, fp32 [batch or 1, seq, 1, dim].
+    """Return factor x cosines and sines for `apply_rotary`, fp32 [batch or 1, seq, 1, dim].
 
     positions: [batch or 1, seq]; frequencies: [dim / 2]. The two channels of a pair, dim / 2 apart,
     have the same cosine, and the sine with opposite signs.
@@ -250,7 +260,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RotateHalf(torch.autograd.Function):
-    """`rotate_half`, whose gradient is rotated back, so that backward keeps cos and sin alone."""
+    """`rotate_half` with a gradient that is rotated back: backward keeps cos and sin alone."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -264,7 +274,7 @@ class RotateHalf(torch.autograd.Function):
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x cos + (x with its halves swapped) sin, as x. x: [batch, seq, heads, dim]."""
+    """Return x cos + (x with its halves swapped) sin, in x's shape. x: [batch, seq, heads, dim]."""
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     rotated = torch.addcmul(x * cos, swapped, sin)
     # compiled by torch 2.11, a Function that ends in a `to` that changes nothing gives no gradient

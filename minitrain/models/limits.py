@@ -1,7 +1,7 @@
-"""The largest sizes that a model's config may claim.
+"""Refuse absurd sizes in a model's config, before a model is built from it.
 
-They are above those of any model, and below what overflows or takes minutes to allocate. A config
-is a claim of whoever wrote the file, and models are built from it before weights are looked at.
+The limits are above the sizes of any model, and below those that overflow or take minutes to
+allocate. A config.json may be wrong or hostile, and the model is built before weights are read.
 """
 
 import dataclasses
@@ -32,10 +32,9 @@ OTHERS = 1 << 16
 
 
 def check_fields(config) -> None:
-    """Raise InputError for a word that is not among a field's, a negative float of a config, or a
-    size: an int that its default bounds.
+    """Raise InputError for a config's unknown words, negative floats, and sizes out of bounds.
 
-    An int may be 0 if that is its default, which then means that the model has no such part.
+    A size may be 0 if that is its default: the model then has no such part.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

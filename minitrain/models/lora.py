@@ -14,12 +14,11 @@ stack of experts [experts, out, in] gets stacks of As and Bs.
 The products with A and B are thin: memory traffic bounds them. Therefore
 
 - Linears of the same input share one product with their As, which reads the input once;
-- each product adds its term of the input's gradient to those before it;
-- the update is one sum, which the compiler fuses into whatever reads the output; without dropout
-  the product with W adds to it;
+- the update and the input's gradient are one tensor each, to which the large products add in place
+  (the update only without dropout; with it, the compiler fuses the sum into what reads the output);
 - the scale multiplies B, not the output.
 
-W + B A is not formed in training: bf16 would lose updates that are smaller than W's rounding.
+Training never computes W + B A: bf16 would lose updates that are smaller than W's rounding.
 Left out: adapters outside the blocks (embedding, head), several adapters at once, and DoRA.
 """
 
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
+from minitrain.models.frozen_linears import FrozenLinears
 from minitrain.models.grouped_mm import grouped_mm
 from minitrain.models.layers import base_class, set_variant
 from minitrain.models.moe import Experts
@@ -69,9 +69,9 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
     """Return the weights that `targets` name: path -> (module, name of its parameter).
 
-    A target is the path of a Linear in the model's blocks or the end of one (`q_proj`,
-    `self_attn.q_proj`). Stacks of experts are only meant where `experts.` says so
-    (`experts.down_proj`).
+    A target is the path of a Linear in the model's blocks, or its last parts (`q_proj`,
+    `self_attn.q_proj`). It names stacks of routed experts only if it contains `experts.`
+    (`experts.down_proj`); `down_proj` means Linears alone.
     """
     found = {}
     for path, weight in adaptable_weights(model).items():
@@ -81,7 +81,7 @@ def find_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, tuple[nn
 
 
 def adaptable_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return all weights that can be a target, as `find_targets` does."""
+    """Return all weights that can be targets, in the form of `find_targets`."""
     inside = {id(module) for block in model.blocks for module in block.modules()}
     weights = {}
     for path, module in model.named_modules():
@@ -99,10 +99,11 @@ def check_targets(model: nn.Module, targets: list[str]) -> None:
     """
     paths = adaptable_weights(model)
     missing = [target for target in targets if not any(matches(path, target) for path in paths)]
+    # those that are not usual, or all, if none of them is there
     unknown = [target for target in missing if target not in TARGETS or missing == targets]
     if unknown or not targets:
         names = ", ".join(sorted({_short(path) for path in paths}))
-        # a larger model's list of blocks may have hundreds
+        # targets that list every block by its path may be hundreds
         more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         raise InputError(
             f"lora.targets: the model has no {', '.join(unknown[:4]) or 'target'}{more} (it has {names})"
@@ -110,31 +111,30 @@ def check_targets(model: nn.Module, targets: list[str]) -> None:
 
 
 def is_expert_stack(path: str) -> bool:
-    """Return whether a path or target is of routed experts. Shared experts have plain Linears."""
+    """Return whether a path or target is a stack of routed experts. Shared ones are Linears."""
     return ".experts." in f".{path}"
 
 
 def _short(path: str) -> str:
-    """Return the end of a path that tells kinds of weights apart: a number alone does not."""
+    """Return the end of a path that tells kinds of weights apart, as a target may be written."""
     if is_expert_stack(path):
         return path[path.index(".experts.") + 1 :]
+    # the last part that is not a number, with numbers after it: `to_out.0`
     return re.search(r"[^.\d][^.]*(\.\d+)*$", path)[0]
 
 
 def matches(path: str, target: str) -> bool:
-    """Return whether `target` names the weight at `path`: a Linear's own path, or a stack's, which
-    ends with the parameter.
-    """
+    """Return whether `target` names the weight at `path`, see `find_targets`."""
     return f".{path}".endswith(f".{target}") and (
         not is_expert_stack(path) or is_expert_stack(target)
     )
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Return the names of a weight's A and B, with the path that `weight` has.
+    """Return the names of the A and B of the parameter `weight`, a name with or without its path.
 
     q_proj.weight (a Linear): q_proj.lora_A, q_proj.lora_B.
-    experts.down_proj (a stack): experts.down_proj_lora_A, experts.down_proj_lora_B.
+    experts.down_proj (a stack): experts.down_proj_lora_A, ..._lora_B.
     """
     stem = weight.removesuffix("weight") if weight.endswith("weight") else f"{weight}_"
     return f"{stem}lora_A", f"{stem}lora_B"
@@ -147,20 +147,22 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill an A uniformly within +-1 / sqrt(in), as torch's Linears and peft's As, or a B with 0."""
+    """Fill an A [..., rank, in] at random, or a B [..., out, rank] with 0."""
     if name.endswith("A"):
+        # uniform, as the weights of torch's Linears and peft's A
         bound = tensor.shape[-1] ** -0.5
         tensor.uniform_(-bound, bound, generator=generator)
     else:
         tensor.zero_()
 
 
-# ------------------------------------------------------------------------------------------------------------ computing
+# --- computing
 
 
 @contextmanager
 def without_adapters(lora: Lora) -> Iterator[None]:
     """Let the model whose adapters have these settings compute as if it had none."""
+    # all adapters of a model share the one object, and read the scale at each call
     alpha = lora.alpha
     lora.alpha = 0.0
     try:
@@ -171,28 +173,39 @@ def without_adapters(lora: Lora) -> Iterator[None]:
 
 @cache
 def adapted_class(kind: type) -> type:
-    """Return the variant of `kind`, a class of Linears or Experts, that has adapters."""
+    """Return the class of `kind`, a class of Linears or Experts, with adapters around it."""
     mixin = LoraExperts if issubclass(kind, Experts) else LoraLinear
     return type(f"Lora{kind.__name__}", (mixin, kind), {})
 
 
 class LoraLinear(nn.Linear):
-    """A frozen Linear with adapters lora_A and lora_B. x: [..., in]; returns [..., out]."""
+    """A frozen Linear with adapters lora_A and lora_B. x: [..., in]; returns [..., out].
+
+    `adapted_class` puts it around nn.Linear or a variant, which computes the product with W.
+    """
 
     # the settings of all adapters of a model
     lora: Lora
 
+    # for `set_variant`: makes an adapted class of another variant
     around = staticmethod(adapted_class)
 
     def forward(self, x: Tensor) -> Tensor:
+        # [..., in] -> [..., out]
         return adapted_linears([self], x)[0]
 
     def product(self, x: Tensor) -> Tensor:
-        """Compute x W^T + bias as the class below does, or the sampler, which replaces this."""
+        """Compute x W^T + bias, [..., in] -> [..., out], by the class that this one is around.
+
+        The sampler sets another `product` while it runs.
+        """
         return super().forward(x)
 
     def together(self, linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
-        """Read x once for all adapters: see `project` in layers.py. Not if each drops its own x."""
+        """Return the outputs [..., out] for x [..., in], which is read once for all adapters.
+
+        None if each Linear applies its own dropout to x. See `project` in layers.py.
+        """
         return None if dropout_active(self.lora, "pre") else adapted_linears(linears, x)
 
 
@@ -204,6 +217,7 @@ class LoraExperts(Experts):
     around = staticmethod(adapted_class)
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
+        # shapes as in `Experts._linear`: x [rows, in] -> y [rows, out]
         y = super()._linear(name, x, scale, offsets)
         name_a, name_b = adapter_names(name)
         if not hasattr(self, name_a):
@@ -213,6 +227,7 @@ class LoraExperts(Experts):
         missing = -lora.rank % 8
         a = F.pad(getattr(self, name_a), (0, 0, 0, missing)).to(x.dtype)
         b = F.pad(getattr(self, name_b) * update_scale(lora), (0, missing)).to(x.dtype)
+        # [rows, rank]
         inner = grouped_mm(dropout(lora, x, "pre"), a.transpose(-2, -1), offsets)
         return y + dropout(lora, grouped_mm(inner, b.transpose(-2, -1), offsets), "post")
 
@@ -220,13 +235,13 @@ class LoraExperts(Experts):
 def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     """Return the outputs [..., out] of Linears, some of them adapted, for the same x [..., in].
 
-    x A^T of all is one product: x is read once for it, and its gradient gets one term for all.
+    x A^T of all is one product, of the As stacked, so that x is read once.
     """
     adapted = [linear for linear in linears if isinstance(linear, LoraLinear)]
     lora = adapted[0].lora
     # [sum of ranks, in]
     a = torch.cat([linear.lora_A for linear in adapted]).to(x.dtype)
-    # eager, a pipeline may split the backward pass
+    # not eager: there a pipeline may split the backward pass, and `FrozenLinears` cannot be split
     compiled = torch.compiler.is_compiling() and torch.is_grad_enabled()
     if compiled and all(map(is_frozen, linears)) and not dropout_active(lora, "pre"):
         frozen = []
@@ -236,14 +251,14 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
         inner, *outputs = FrozenLinears.apply(x, a, *frozen)
         if not dropout_active(lora):
             return outputs
-        # torch 2.11 compiles them as a tuple
+        # the updates follow below; torch 2.11 compiles the outputs as a tuple
         outputs = list(outputs)
     else:
         inner = F.linear(dropout(lora, x, "pre"), a)
         outputs = [
             linear.product(x) if isinstance(linear, LoraLinear) else linear(x) for linear in linears
         ]
-    # [..., rank] of each adapted Linear
+    # x A^T of each adapted Linear, [..., rank]
     inner = dict(zip(adapted, inner.split(lora.rank, dim=-1), strict=True))
     for i, linear in enumerate(linears):
         if linear in inner:
@@ -252,88 +267,9 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
 
 
 def is_frozen(linear: nn.Linear) -> bool:
-    """Return whether this is a plain product, without parameters to train beside its adapters."""
+    """Return whether this is a plain nn.Linear that trains nothing but its adapters."""
     learns = linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)
     return base_class(linear) is nn.Linear and not learns
-
-
-class FrozenLinears(torch.autograd.Function):
-    """x A^T of some frozen Linears, and x W^T + bias + (x A^T) B^T of each.
-
-    Inputs: x [..., in], a [ranks, in], then weight [out, in], bias and b [out, rank] of each; bias
-    may be None, and all b may be. Outputs: [..., ranks], then [..., out] of each.
-
-    A large product adds its term to what a thin one has computed, hidden behind its arithmetic: to
-    the update, and to the gradient dx = du A + dy W + .... As tensors of their own, all terms would
-    be read once more (of Qwen 2.5 7B, the updates for 2.5 % of a step).
-    For compiled blocks only: a pipeline that computes gradients of inputs first cannot split this.
-    """
-
-    @staticmethod
-    # *inputs alone: the compiler miscounts where some have names
-    def forward(ctx, *inputs):
-        x, a, *frozen = inputs
-        shape = x.shape[:-1]
-        x = x.flatten(0, -2)
-        inner = x @ a.T
-        weights = frozen[0::3]
-        bs = frozen[2::3]
-        # x A^T of each b
-        parts = []
-        outputs = []
-        first = 0
-        for weight, bias, b in zip(weights, frozen[1::3], bs, strict=True):
-            if b is None:
-                y = F.linear(x, weight, bias)
-            else:
-                parts.append(inner[:, first : first + b.shape[1]])
-                first += b.shape[1]
-                y = F.linear(parts[-1], b, bias)
-                torch.ops.minitrain.add_product(y, x, weight.T)
-            outputs.append(y.unflatten(0, shape))
-        ctx.save_for_backward(x, a, *weights, *bs, *parts)
-        return inner.unflatten(0, shape), *outputs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        shape = grads[0].shape[:-1]
-        grad_inner, *outer = (grad.flatten(0, -2) for grad in grads)
-        x, a, *saved = ctx.saved_tensors
-        weights = saved[: len(outer)]
-        bs = saved[len(outer) : 2 * len(outer)]
-        parts = iter(saved[2 * len(outer) :])
-        # of each b, the gradient of its x A^T
-        terms = []
-        # of each Linear's weight, bias and b
-        frozen = []
-        for grad, b in zip(outer, bs, strict=True):
-            grad_b = None
-            if b is not None:
-                terms.append(grad @ b)
-                grad_b = grad.T @ next(parts)
-            frozen += [None, None, grad_b]
-        if terms:
-            # nothing else reads x A^T
-            grad_inner = torch.cat(terms, dim=1)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = grad_inner @ a
-            for grad, weight in zip(outer, weights, strict=True):
-                torch.ops.minitrain.add_product(dx, grad, weight)
-            dx = dx.unflatten(0, shape)
-        return dx, grad_inner.T @ x, *frozen
-
-
-torch.library.define("minitrain::add_product", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")
-
-
-@torch.library.impl("minitrain::add_product", "CompositeExplicitAutograd")
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to total, in place: of torch's own operator the compiler would copy the total."""
-    total.addmm_(a, b)
-
-
-torch.library.register_fake("minitrain::add_product", lambda total, a, b: None)
 
 
 def low_rank_update(linear: nn.Linear, inner: Tensor) -> Tensor:
@@ -353,20 +289,23 @@ def dropout_active(lora: Lora, position: str | None = None) -> bool:
 
 
 def update_scale(lora: Lora) -> float:
-    """Return the factor on B A, divided by the share that dropout keeps, so that the mean stays."""
+    """Return the factor on B A, divided by the share that dropout keeps: `dropout` does not."""
     return lora.scale / (1 - lora.dropout) if dropout_active(lora) else lora.scale
 
 
 def dropout(lora: Lora, x: Tensor, position: str) -> Tensor:
     """Apply dropout to x [..., width], without scaling it up, if the settings put it at `position`.
 
-    Randomness is torch's default generator's: recomputation must draw the same again. A random
-    number of the row times one of the column decides (multiply-shift hashing, Dietzfelbinger et al.
-    1997). That is one instruction, where torch's Philox takes 80 and more time than memory does;
-    and the compiler repeats it in the backward pass, where it would keep a mask.
+    position: where this is called, "pre" (of A's input) or "post" (of B's output).
+    An element's random bits are a random number of its token times one of its channel
+    (multiply-shift hashing, Dietzfelbinger et al. 1997). That is one instruction, where torch's
+    Philox takes 80, and more time than the memory traffic. And the compiler computes it again in
+    the backward pass, where it would keep a mask. Recomputation draws the same: the numbers come
+    from torch's default generator.
     """
     if not dropout_active(lora, position):
         return x
+    # [..., 1] and [width]
     shapes = (*x.shape[:-1], 1), x.shape[-1:]
     rows, columns = (
         torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=x.device)
@@ -374,24 +313,25 @@ def dropout(lora: Lora, x: Tensor, position: str) -> Tensor:
     )
     # modulo 2^32; uniform, since one factor is odd
     bits = (rows | 1) * columns
+    # int32 from -2^31: a share `dropout` of all values is below the bound
     return torch.where(bits < round(lora.dropout * (1 << 32)) - (1 << 31), 0, x)
 
 
 def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    """Let the embedding's frozen output require a gradient, as a forward hook.
+    """Let the embedding's frozen output [...] require a gradient, as a forward hook.
 
-    Otherwise the first block's input would be the only one that requires none, and the compiler
-    would compile every block twice.
+    Else the input of the first block would be the only one that requires none, and the compiler
+    would make a second graph for it.
     """
     return output.requires_grad_(torch.is_grad_enabled())
 
 
-# -------------------------------------------------------------------------------------------------------------- merging
+# --- merging
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every update to its weight, remove the adapters, and unfreeze the unsharded `model`."""
+    """Add every update to its weight, remove the adapters, and unfreeze `model`, not sharded."""
     for module, name in adaptable_weights(model).values():
         name_a, name_b = adapter_names(name)
         if not hasattr(module, name_a):
@@ -410,6 +350,9 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
-    """Return W + scale B A, [..., out, in], rounded once, to W's type."""
+    """Return W + scale B A, [..., out, in], rounded to W's type once.
+
+    weight: [..., out, in]; a: [..., rank, in]; b: [..., out, rank].
+    """
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + lora.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)

@@ -2,28 +2,31 @@
 
 Each head of P channels keeps a state S [P, N], which every token decays, adds to and reads from:
 
-    S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T        A = -exp(A_log) < 0: one number per head
-    y_t = S_t C_t + D x_t                             dt_t = softplus(input + dt_bias), one per head and token
+    S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T    A = -exp(A_log) < 0: one number per head
+    y_t = S_t C_t + D x_t                         dt_t = softplus(input + dt_bias) > 0: one
+                                                  number per head and token
 
-One projection makes x, B, C and dt of a token. The heads of a group share B and C, as query heads
-share keys and values in grouped-query attention. Unrolled, with a = cumsum(dt A),
+One projection makes x [P] per head, B and C [N], and dt of a token. The heads of a group share B
+and C, as query heads share keys and values in grouped-query attention. Unrolled, with
+a = cumsum(dt A),
 
     y_t = sum_(j <= t) (C_t . B_j) exp(a_t - a_j) dt_j x_j + D x_t
 
 which is attention without softmax, with a decaying mask. `scan` cuts a sequence into chunks of Q
-tokens (section 6 of the paper):
+tokens (section 6 of the paper), and `a` starts at 0 in each:
 
-    inside a chunk           the sum above as a masked [Q, Q] matrix per head
-    what a chunk adds        S_c = sum_j exp(a_Q - a_j) dt_j x_j B_j^T
-    state at its start       sum of the earlier S_c, each decayed by the chunks between: a [chunks, chunks] matrix
-    what token i reads of it exp(a_i) S C_i
+    inside a chunk      the sum above over the chunk's tokens, as a masked [Q, Q] matrix per head
+    added by a chunk    S_c = sum_j exp(a_Q - a_j) dt_j x_j B_j^T, to the state
+    state at its start  S = sum of earlier chunks' S_c, each decayed by the chunks in between: a
+                        product with a [chunks, chunks] matrix
+    read by token i     exp(a_i) S C_i, from the state at the start
 
-Decays are exponentials of fp32 differences, none above 0. The first token of a document cuts them
-off. Decoding is the same scan, one token long, from the state that earlier tokens left.
+Decays are exponentials of fp32 differences, none above 0. They become 0 at the first token of a
+document. Decoding is the same scan, one token long, from the state that earlier tokens left.
 
-Rows of in_proj and channels of the convolution are ordered by group, [z x B C dt] of the first
-group first, where Hub checkpoints have all of z first; `by_group` and `by_part` convert. So a range
-of rows is a range of whole heads, and tensor parallelism can split every parameter evenly.
+Rows of in_proj and channels of the convolution are ordered by group, [z x B C dt] of group 0 first.
+So a range of rows is a range of whole heads, and tensor parallelism can split every parameter
+evenly. Hub checkpoints have all of z first, then all of x, ...; `by_group` and `by_part` convert.
 Left out: fused kernels; torch.compile fuses what is pointwise.
 """
 
@@ -38,8 +41,9 @@ from minitrain.models.layers import KeepsFP32, identity
 
 
 def by_group(tensor: Tensor, parts: list[int], groups: int) -> Tensor:
-    """Reorder the first dimension from [part 1 | part 2 | ...] to [group 1 of every part | ...].
+    """Reorder the rows of a tensor [rows, ...] from part by part to group by group.
 
+    From [part 1 | part 2 | ...] to [group 1 of every part | group 2 of every part | ...].
     parts: the number of rows of each part.
     """
     split = [part.unflatten(0, (groups, -1)) for part in tensor.split(parts)]
@@ -47,7 +51,7 @@ def by_group(tensor: Tensor, parts: list[int], groups: int) -> Tensor:
 
 
 def by_part(tensor: Tensor, parts: list[int], groups: int) -> Tensor:
-    """Undo `by_group`."""
+    """Undo `by_group` on a tensor [rows, ...]."""
     split = tensor.unflatten(0, (groups, -1)).split([rows // groups for rows in parts], dim=1)
     return torch.cat([part.flatten(0, 1) for part in split])
 
@@ -61,6 +65,7 @@ class GroupedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        # [batch, seq, groups, channels]
         gated = x.float() * F.silu(z.float())
         normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps)
         return (normed * self.weight.float().view(x.shape[-2:])).to(z.dtype)
@@ -80,8 +85,8 @@ class Dynamics(KeepsFP32):
 
 
 ALL = slice(None)
-# the last taps - 1 inputs of the convolution, [batch, taps - 1, groups, channels], and the scan's
-# state, fp32 [batch, groups, heads, P, N]
+# what decoding keeps of earlier tokens: the convolution's last taps - 1 inputs,
+# [batch, taps - 1, groups, channels], and the scan's state, fp32 [batch, groups, heads, P, N]
 State = tuple[Tensor, Tensor]
 
 
@@ -114,8 +119,9 @@ class Mamba2(nn.Module):
         head_dim = self.shape.head_dim
         state = self.shape.state
         split = [heads * head_dim, heads * head_dim + 2 * state, heads]
-        # [batch, seq, groups, z x B C dt]
+        # [batch, seq, groups, channels of a group's z, x, B, C, dt]
         projected = self.in_proj(self.gather(x)).unflatten(-1, (-1, sum(split)))
+        # mixed: x, B, C, which the convolution mixes along seq
         z, mixed, dt = projected.split(split, dim=-1)
         y = self.mix(mixed, dt, document_ids) if cache is None else cache.mix(self.mix, mixed, dt)
         y = self.norm(y.flatten(-2), z)
@@ -131,15 +137,18 @@ class Mamba2(nn.Module):
     ) -> Tensor:
         """Apply convolution and scan. Return [batch, seq, groups, heads of a group, head_dim].
 
-        mixed: x, B, C as projected, [batch, seq, groups, channels]; dt: [batch, seq, groups, heads].
+        mixed: x, B, C as projected, [batch, seq, groups, channels].
+        dt: as projected, [batch, seq, groups, heads of a group].
+        document_ids: int [batch, seq].
         state: of earlier tokens, overwritten by that after the last.
-        groups: those that mixed and dt have, if not all.
+        groups: those of this mixer's that mixed and dt have (context parallelism).
         """
         heads = dt.shape[-1]
         head_dim = self.shape.head_dim
         conv, ssm = (None, None) if state is None else state
 
         def of_groups(parameter: Tensor, channels: int) -> Tensor:
+            """Return [groups x channels, ...] as [groups, channels, ...], of the given groups."""
             return parameter.unflatten(0, (-1, channels))[groups]
 
         weight = of_groups(self.conv1d.weight, mixed.shape[-1])
@@ -170,7 +179,7 @@ class Mamba2(nn.Module):
 
 
 def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> bool:
-    """Fill a mixer's parameter as NeMo AutoModel does; return False for one without its own rule."""
+    """Fill a mixer's parameter [...] as NeMo AutoModel does; return False if it has no own rule."""
     name = name.removeprefix("dynamics.")
     if name == "A_log":
         # A = -1, -2, ..., -H; mamba_ssm and Megatron draw it between -16 and -1
@@ -178,8 +187,9 @@ def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) 
     elif name == "D":
         tensor.fill_(1)
     elif name == "dt_bias":
-        # its softplus is log-uniform between 0.001 and 0.1
+        # its softplus, dt, is log-uniform between 0.001 and 0.1
         dt = tensor.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
+        # the inverse of softplus
         tensor.copy_(dt + torch.log(-torch.expm1(-dt)))
     elif name == "conv1d.weight":
         bound = tensor.shape[-1] ** -0.5
@@ -201,11 +211,12 @@ def causal_conv(
     Each channel is convolved by itself.
     x: [batch, seq, groups, channels], as y.
     weight: [groups, channels, 1, taps]; bias: [groups, channels].
+    document_ids: int [batch, seq].
     earlier: [batch, taps - 1, groups, channels], the inputs before x, overwritten by x's last ones.
 
-    Shifted products, not a convolution: the compiler fuses them with their surroundings, and
-    documents cost nothing. Products are shifted, not inputs, so that the backward pass needs x
-    alone and no padded copy.
+    This sums shifted products in place of a convolution: the compiler fuses them with their
+    surroundings, and documents cost nothing. Products are shifted, not inputs, so that the backward
+    pass needs x alone and no padded copy.
     """
     seq = x.shape[1]
     taps = weight.shape[-1]
@@ -214,7 +225,7 @@ def causal_conv(
         earlier.copy_(x[:, seq:])
     y = bias
     for k in range(taps):
-        # x_(t - k), which without `earlier` the product's padding shifts
+        # x_(t - k) with `earlier`; without it x, and the product is shifted below
         window = x if earlier is None else x[:, taps - 1 - k :][:, :seq]
         product = window * weight[..., 0, -1 - k]
         if k and earlier is None:
@@ -247,30 +258,33 @@ def scan(
     initial: fp32 [batch, G, R, P, N], the state before the first token, overwritten by that after
         the last. Only without documents.
 
-    In einsum: z batch, k chunk, q token of a chunk, g group, r head, p channel, n state; i and j are
-    two tokens of a chunk, or in `_carry` two chunks.
+    Letters in einsum: z batch, k chunk, q token of a chunk, g group, r head, p channel, n state; i
+    and j are two tokens of a chunk, or in `_carry` two chunks.
     """
     length = x.shape[1]
     if document_ids is None:
         runs = torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
     else:
-        # number the documents 0, 1, 2, ...: equal numbers mean that nothing was cleared in between
+        # number runs of equal ids 0, 1, 2, ...: equal numbers mean that nothing was cleared between
         runs = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0)).cumsum(1)
+    # [batch, chunks, Q, ...] each
     xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
     # [batch, chunks, Q, G, R]: log of the decay since the chunk's start
     decay = _running_sum(dts * a, 2)
-    # [batch, chunks]: the document at each chunk's end, and at the end of the one before
+    # [batch, chunks]: the run at each chunk's end, and at the end of the chunk before
     last = runs[:, :, -1]
     before = F.pad(last, (1, 0))[:, :-1]
     # [batch, chunks, Q, G, R, P]
     inside = _inside((xs * dts[..., None]).to(x.dtype), bs, cs, decay, runs)
     # [batch, chunks, G, R, P, N], as `carried`
     added = _added(xs, dts, bs, decay, runs == last[..., None])
-    # [batch, chunks, G, R]
+    # [batch, chunks, G, R]: log of the decay over a whole chunk
     decays = decay[:, :, -1]
+    # the state at each chunk's start
     carried = _carry(added if initial is None else added.float(), decays, last, before)
     if initial is not None:
         carried = carried + _continue(initial, added, carried, decays)
+    # what tokens read from it, and how much of it is left at each: 0 in a later document
     read = torch.einsum("zkqgn,zkgrpn->zkqgrp", cs, carried.to(c.dtype))
     left = decay.exp() * (runs == before[..., None])[..., None, None]
     y = (inside + read * left[..., None]).flatten(1, 2)[:, :length]
@@ -278,8 +292,9 @@ def scan(
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """Cut x [batch, seq, ...] into [batch, chunks, Q, ...], padded with zeros: a token with dt = 0
-    changes nothing.
+    """Cut x [batch, seq, ...] into [batch, chunks, Q, ...], padded with zeros.
+
+    A token with dt = 0 changes nothing.
     """
     # F.pad by 0 would copy
     if missing := -x.shape[1] % chunk:
@@ -288,14 +303,20 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _inside(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Tensor:
-    """Return what tokens read from others of their chunk, [batch, chunks, Q, G, R, P]. x: x dt."""
+    """Return what tokens read from others of their chunk, [batch, chunks, Q, G, R, P].
+
+    x: x dt, [batch, chunks, Q, G, R, P]; b, c: [batch, chunks, Q, G, N].
+    decay: [batch, chunks, Q, G, R], logs; runs: [batch, chunks, Q].
+    """
     # [batch, chunks, G, R, Q]
     decay = decay.permute(0, 1, 3, 4, 2)
     size = decay.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
     # [batch, chunks, Q, Q]
     seen = causal & (runs[..., :, None] == runs[..., None, :])
+    # [batch, chunks, G, R, Q, Q]: exp(a_i - a_j)
     weight = _exp_where(seen[:, :, None, None], decay[..., :, None] - decay[..., None, :])
+    # [batch, chunks, G, Q, Q], for all heads of a group
     scores = torch.einsum("zkign,zkjgn->zkgij", c, b)
     weight = (scores[:, :, :, None] * weight).to(x.dtype)
     return torch.einsum("zkgrij,zkjgrp->zkigrp", weight, x)
@@ -304,6 +325,7 @@ def _inside(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Ten
 def _added(x: Tensor, dt: Tensor, b: Tensor, decay: Tensor, alive: Tensor) -> Tensor:
     """Return the state that each chunk adds, [batch, chunks, G, R, P, N].
 
+    x, dt, b, decay: [batch, chunks, Q, ...], as in `scan`.
     alive: bool [batch, chunks, Q], tokens whose document lasts until the chunk's end.
     """
     weight = (decay[:, :, -1:] - decay).exp() * dt * alive[..., None, None]
@@ -315,14 +337,17 @@ def _added(x: Tensor, dt: Tensor, b: Tensor, decay: Tensor, alive: Tensor) -> Te
 def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor:
     """Return the state at each chunk's start: the sum of what earlier ones added, decayed since.
 
-    added: [batch, chunks, G, R, P, N], as the result; decay: [batch, chunks, G, R], of whole chunks.
-    last, before: [batch, chunks]; a state survives if its document still lasts at the end of the
-    chunk before. Computed in the type of `added`: fp32 would move twice the bytes, and rounding the
-    weights adds at most a twentieth to the error of the scan, whose states are rounded anyway.
+    added: [batch, chunks, G, R, P, N], as the result.
+    decay: [batch, chunks, G, R], of whole chunks.
+    last, before: [batch, chunks], see `scan`. The state of chunk j survives until chunk i if its
+        last run still lasts at the end of chunk i - 1.
+    It is computed in the type of `added`. fp32 would move twice the bytes, and rounding the weights
+    adds at most a twentieth to the error of the scan, whose states are rounded anyway.
     """
     chunks = decay.shape[1]
     earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=decay.device).tril(-1)
-    # [batch, G, R, chunk i, chunk j]: summed from chunk j on, not as a difference of large sums
+    # [batch, G, R, chunk i, chunk j]: the decay of chunks j + 1 to i, summed from there on; as a
+    # difference of two running sums it would be less exact
     through = _running_sum(decay.permute(0, 2, 3, 1)[..., None] * earlier, -2)
     # from the end of chunk j to the start of chunk i
     since = F.pad(through, (0, 0, 1, -1))
@@ -332,9 +357,9 @@ def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor
 
 
 def _continue(initial: Tensor, added: Tensor, carried: Tensor, decay: Tensor) -> Tensor:
-    """Return what is left of `initial` at each chunk's start, and set it to the state after the last.
+    """Return what is left of `initial` at each chunk's start; set it to the state after the last.
 
-    Shapes: see `_carry`.
+    initial: [batch, G, R, P, N]. The rest and the result as in `_carry`, [batch, chunks, ...].
     """
     # [batch, chunks + 1, G, R]
     through = F.pad(_running_sum(decay, 1), (0, 0, 0, 0, 1, 0)).exp()
@@ -345,7 +370,10 @@ def _continue(initial: Tensor, added: Tensor, carried: Tensor, decay: Tensor) ->
 
 
 def _running_sum(x: Tensor, dim: int) -> Tensor:
-    """Return x.cumsum(dim), by doubling if torch must be deterministic: CUDA's kernel is not."""
+    """Return x.cumsum(dim) of x [...], by doubling if torch must be deterministic.
+
+    CUDA's kernel of cumsum is not.
+    """
     if not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(dim)
     x = x.movedim(dim, -1)
@@ -357,5 +385,5 @@ def _running_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def _exp_where(condition: Tensor, x: Tensor) -> Tensor:
-    """Return exp(x) where the condition holds, else 0; masked before exp, which could overflow."""
+    """Return exp(x) of x [...] where the condition holds, else 0: where not, exp could overflow."""
     return torch.where(condition, x, float("-inf")).exp()

@@ -1,13 +1,16 @@
 """Multi-head latent attention (DeepSeek-V2, 2024): keys and values come from one latent per token.
 
-    latent, k_rope = kv_a_proj_with_mqa(x)                 kv_lora_rank and qk_rope_head_dim channels
-    k_nope, v      = kv_b_proj(norm(latent))               for each head
-    q              = q_b_proj(norm(q_a_proj(x)))           for each head, [nope | rope]
-    score          = q_nope . k_nope + q_rope . k_rope     only the rope parts are rotated; k_rope serves all heads
+    latent, k_rope = kv_a_proj_with_mqa(x)              kv_lora_rank and qk_rope_head_dim channels
+    k_nope, v      = kv_b_proj(norm(latent))            for each head
+    q              = q_b_proj(norm(q_a_proj(x)))        for each head, [nope | rope]
+    score          = q_nope . k_nope + q_rope . k_rope  k_rope serves all heads
 
-Training expands latents to full keys and values. The KV cache keeps latents, and attends to them
-with kv_b_proj = [W_k W_v] absorbed: q_nope . W_k latent = (W_k^T q_nope) . latent. So all heads
-share [latent | k_rope] as the one key and latent as the one value, and W_v multiplies the output.
+Only the rope parts are rotated by positions.
+
+Training expands latents to full keys and values. Decoding keeps latents in the KV cache and attends
+to them. For that it splits kv_b_proj into W_k and W_v, of each head, and absorbs W_k into the
+query: q_nope . (W_k latent) = (W_k^T q_nope) . latent. Then all heads share one key,
+[latent | k_rope], and one value, latent. W_v multiplies the output.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LatentAttention(nn.Module):
-    """Attention with heads of nope + rope channels in queries and keys, and v_head_dim in values."""
+    """Attention with nope + rope channels per head in queries and keys, v_head_dim in values."""
 
     # the Linears that read x
     same_input = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -41,8 +44,8 @@ class LatentAttention(nn.Module):
         self.rope = rope
         self.v_dim = v_dim
         self.scale = score_scale(config.rope_scaling)
-        # exchange points: keys and values of context-parallel ranks; latents and outputs of
-        # tensor-parallel ones
+        # exchange points: context parallelism exchanges keys and values; tensor parallelism gathers
+        # latents and reduces outputs
         self.attend = attention
         self.gather = self.reduce = identity
         self.q_a_proj = nn.Linear(hidden, q_rank, bias=False)
@@ -61,7 +64,7 @@ class LatentAttention(nn.Module):
 
         cache: the cache of latents, in place of a mask (rollout/caches.py).
         """
-        # scaled here, where q is narrow
+        # scaled here, where q is narrow: [batch, seq, q_rank], gathered under tensor parallelism
         q = self.q_a_layernorm(self.gather(self.q_a_proj(x))) * self.scale
         # [batch, seq, heads, nope + rope]
         q = self.q_b_proj(q).unflatten(-1, (-1, self.nope + self.rope))
@@ -94,11 +97,12 @@ class LatentAttention(nn.Module):
         q_nope: [batch, seq, heads, nope]; q_rope: [batch, seq, heads, rope].
         latent: [batch, seq, rank]; k_rope: [batch, seq, 1, rope].
         """
+        # once per set of weights
         w_k, w_v = cache.once(self.absorbed)
         # [batch, seq, 1, rank + rope]
         key = torch.cat([latent.unsqueeze(2), k_rope], dim=-1)
         q = torch.cat([torch.einsum("bshn,hnr->bshr", q_nope, w_k), q_rope], dim=-1)
-        # attention divides by sqrt(rank + rope)
+        # attention divides by sqrt(rank + rope) in place of sqrt(nope + rope)
         q = q * (key.shape[-1] / (self.nope + self.rope)) ** 0.5
         key = key.transpose(1, 2)
         # [batch, heads, seq, rank]

@@ -1,17 +1,18 @@
 """Mixture of experts (Shazeer et al. 2017): each token is computed by a few of many small MLPs.
 
-    route     score all experts for a token in fp32, pick top_k of them and their weights (router.py)
-    dispatch  copy each token top_k times, sorted by expert: each expert's rows are contiguous
+    route     score all experts for a token in fp32, select top_k and their weights (router.py)
+    dispatch  copy each token top_k times and sort the copies by expert
     experts   multiply by stacks [experts, out, in]: one grouped_mm for all experts (grouped_mm.py)
-    combine   sum each token's top_k rows, which the router's weights have multiplied already
+    combine   sum each token's top_k rows, which have been multiplied by the router's weights
 
 No token is dropped and no expert's rows are padded. Only the device knows how many rows an expert
-has, and the host never waits for it. Dispatch and combine are each other's transposes. So forward
-and backward both gather, without atomic additions, and give the same bits every time.
+has, and the host never waits for it. The backward pass of dispatch is combine, and the other way
+round. Both read rows by index (gather), and need no atomic additions (scatter). So results are the
+same bits every time.
 
 Memory: [tokens x top_k, hidden] and [tokens x top_k, 2 x intermediate]. No tensor has tokens x
-experts x channels. Left out: capacity limits, and expert parallelism, which replaces `MoE.dispatch`
-(parallel/expert.py).
+experts x channels.
+Left out: capacity limits; expert parallelism, which replaces `MoE.dispatch` (parallel/expert.py).
 """
 
 from typing import TYPE_CHECKING
@@ -48,8 +49,8 @@ class MoE(nn.Module):
             config.mlp,
             config.expert_bias,
         )
-        # exchange points: expert and tensor parallelism move tokens between ranks; tensor-parallel
-        # ranks take the documents of their own tokens
+        # exchange points: expert and tensor parallelism move tokens between ranks in `dispatch`;
+        # tensor-parallel ranks take the document ids of their own tokens in `split`
         self.dispatch = dispatch
         self.split = identity
         dense = MLPS.get(config.mlp, GatedMLP)
@@ -63,6 +64,7 @@ class MoE(nn.Module):
         document_ids: int [batch, seq], see `Router.forward`.
         """
         if document_ids is not None:
+            # x has this rank's tokens already
             document_ids = self.split(document_ids)
         # [tokens, top_k] each
         indices, weights = self.gate(x, document_ids)
@@ -75,26 +77,28 @@ class MoE(nn.Module):
         return routed + self.shared_experts(x)
 
 
-# ------------------------------------------------------------------------------------------------- dispatch and combine
+# --- dispatch and combine
 
 
 def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") -> Tensor:
     """Dispatch tokens to `experts`, compute, and combine: the weighted sum over a token's experts.
 
-    x: [tokens, hidden]; indices: int [tokens, top_k]; weights: [tokens, top_k].
+    x: [tokens, hidden]; indices: int [tokens, top_k], of experts; weights: [tokens, top_k].
     Returns [tokens, hidden].
     """
     top_k = indices.shape[1]
-    # [tokens x top_k]: which copy (token x top_k + choice) each sorted row is. int32, since a radix
-    # sort passes over its keys once for every few of their bits.
+    # Number the copies token by token: copy c is of token c // top_k. [tokens x top_k]: the copy in
+    # each row once they are sorted by expert. int32 keys make radix sort faster.
     order = indices.flatten().to(torch.int32).argsort(stable=True)
-    # the inverse permutation: in which sorted row each copy is
+    # its inverse, [tokens x top_k]: the row of each copy
     inverse = torch.empty_like(order)
     inverse = inverse.scatter(0, order, torch.arange(len(order), device=order.device))
+    # [tokens x top_k]: the token in each row
     tokens = order // top_k
     counts = count_tokens(indices, experts.num_experts)
     # [tokens x top_k, hidden]
     rows = Permute.apply(x, tokens, inverse, top_k)
+    # one weight per copy, so `order` itself says which goes where
     rows = experts(rows, Permute.apply(weights.flatten(), order, inverse, 1), counts)
     return Unpermute.apply(rows, tokens, inverse, top_k)
 
@@ -134,16 +138,16 @@ class Unpermute(torch.autograd.Function):
         return Permute.apply(grad, *ctx.saved_tensors, ctx.top_k), None, None, None
 
 
-# -------------------------------------------------------------------------------------------------------------- experts
+# --- experts
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, in their common shape."""
+    """Return silu(gate) * up; all are [rows, intermediate]."""
     return F.silu(gate) * up
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return GPT-OSS's SwiGLU, in the shape of both.
+    """Return GPT-OSS's SwiGLU; all are [rows, intermediate].
 
     Inputs are limited to 7, the sigmoid is steeper, and the linear part is shifted by one.
     """
@@ -151,7 +155,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-# and relu2, of decoder_config.EXPERT_MLPS, without a gate
+# the MLPs of experts that have a gate; relu2 has none
 GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 
 
@@ -166,7 +170,9 @@ class Experts(nn.Module):
     def __init__(self, num_experts: int, hidden: int, intermediate: int, mlp: str, bias: bool):
         super().__init__()
         self.num_experts = num_experts
+        # a function of gate and up, or None: squared ReLU of up alone
         self.gated = GATED.get(mlp)
+        # the name of the first of the two stacks
         self.first = "gate_up_proj" if self.gated else "up_proj"
         width = 2 * intermediate if self.gated else intermediate
         for name, out, into in ((self.first, width, hidden), ("down_proj", hidden, intermediate)):
@@ -177,42 +183,49 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Return each row's expert output times its weight, [rows, hidden].
 
-        x: [rows, hidden], sorted by expert; weights: [rows]; counts: int64 [experts].
-        The weight multiplies the input of down_proj: it is narrower than the output, and the
-        backward pass then needs no output.
+        x: [rows, hidden], sorted by expert; weights: [rows]; counts: int64 [experts], their rows.
+        The weight multiplies the input of down_proj. That is narrower than the output, and then the
+        backward pass does not need the output.
         """
         offsets = counts.cumsum(0, dtype=torch.int32)
         weights = weights[:, None]
         # [rows, 2 x intermediate], or [rows, intermediate] without a gate
         hidden = self._linear(self.first, x, torch.ones_like(weights), offsets)
         if self.gated:
+            # they are interleaved: [rows, intermediate] each
             gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
             # eager CPU kernels are far faster on contiguous copies
             hidden = self.gated(gate.contiguous(), up.contiguous())
         else:
             hidden = squared_relu(hidden)
+        # its bias is multiplied by the weight too
         return self._linear("down_proj", hidden * weights, weights, offsets)
 
     def _linear(self, name: str, x: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
-        """Return x W_e^T + scale b_e, [rows, out]. x: [rows, in]; scale: [rows, 1]."""
+        """Return x W_e^T + scale b_e for each row and its expert e, [rows, out].
+
+        x: [rows, in]; scale: [rows, 1]; offsets: int32 [experts], the end of each expert's rows.
+        """
         y = self._product(name, x, offsets)
         bias = getattr(self, name + "_bias")
         return y if bias is None else y + RowBiases.apply(bias, scale, offsets)
 
     def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
+        # [rows, in] -> [rows, out]
         return grouped_mm(x, getattr(self, name).transpose(-2, -1), offsets)
 
 
 class RowBiases(torch.autograd.Function):
-    """[rows, out]: scale [rows, 1] times its expert's row of bias [experts, out].
+    """scale [rows, 1] times the bias of each row's expert, of bias [experts, out]: [rows, out].
 
-    A few biases stay in the cache: reading them costs no memory traffic. Their gradient is a
-    grouped product, where autograd would scatter it row by row.
+    There are few biases, which stay in the cache, so they are read for every row at no cost. Their
+    gradient is a grouped product; autograd would scatter it row by row.
     """
 
     @staticmethod
     def forward(ctx, bias, scale, offsets):
         rows = torch.arange(len(scale), dtype=offsets.dtype, device=scale.device)
+        # [rows]
         expert = torch.bucketize(rows, offsets, right=True)
         ctx.save_for_backward(bias, scale, expert, offsets)
         return bias[expert] * scale
@@ -226,7 +239,7 @@ class RowBiases(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # grouped_mm needs rows of 16 bytes
             padded = F.pad(scale.to(grad.dtype), (0, 7))
-            # not (padded.T @ grad): the compiler would copy padded.T
+            # [experts, out, 8]; not (padded.T @ grad): the compiler would copy padded.T
             grad_bias = grouped_mm(grad.T, padded, offsets)[..., 0]
         if ctx.needs_input_grad[1]:
             grad_scale = (grad * bias[expert]).sum(-1, keepdim=True)

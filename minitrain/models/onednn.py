@@ -1,10 +1,12 @@
-"""fp32 matrix products by oneDNN on AMD's CPUs with AVX-512: on Zen 5 twice as fast as MKL's.
+"""Multiply fp32 matrices by oneDNN on AMD's CPUs with AVX-512: on Zen 5 twice as fast as by MKL.
 
-torch takes MKL, which keeps its AVX-512 kernels for Intel's CPUs and uses half the width of
-others. oneDNN, which comes with torch too, makes kernels for the CPU that it finds. Zen 4
-double-pumps AVX-512, and gains an eighth. `to_onednn` lets a model's Linears multiply so; the loss
-and grouped_mm.py call `matmul` and `grouped_matmul`. Small products stay torch's: a call costs more
-than it saves. On other CPUs, on GPUs and in other types nothing changes.
+torch takes MKL, which keeps its AVX-512 kernels for Intel's CPUs, and on others uses half the
+width. oneDNN, which comes with torch too, generates kernels for the CPU that it finds. Zen 4
+double-pumps AVX-512, and gains an eighth.
+
+`to_onednn` lets a model's Linears multiply so; the loss and grouped_mm.py call `matmul` and
+`grouped_matmul`. Small products stay torch's: a call costs more than it saves. On other CPUs, on
+GPUs and in other types nothing changes.
 Left out: products inside attention, and of more than two dimensions.
 """
 
@@ -44,9 +46,9 @@ FASTER = (
 )
 # FLOPs of a product below which a call of oneDNN takes longer than it saves
 LEAST = 1 << 24
-# columns of a product that make up for copying a transposed left factor
+# a column-major left factor is copied: that pays from so many columns of the product on
 TRANSPOSED = 256 if FAMILY > 25 else math.inf
-# terms of its sums that make up for copying the product itself
+# a product into given memory is copied there: that pays from so many terms per sum on
 COPIED = 256 if FAMILY > 25 else 512
 
 
@@ -58,18 +60,18 @@ def to_onednn(model: nn.Module) -> None:
 
 
 def takes(x: Tensor, flops: int) -> bool:
-    """Return whether oneDNN should compute a product of x with this many FLOPs.
+    """Return whether oneDNN should compute a product of x [...] with this many FLOPs.
 
     Not for fake tensors, which stand for a GPU's.
     """
-    # first what a compiler knows: it cannot guard on the rows of experts
+    # first what the compiler knows: with rows of experts, `flops` is not known to it
     if not FASTER or x.dtype != torch.float32 or x.device.type != "cpu":
         return False
     return flops >= LEAST and type(x) in (Tensor, nn.Parameter)
 
 
 def multiplies(a: Tensor, b: Tensor) -> bool:
-    """Return whether oneDNN should compute a @ b, of [m, k] and [k, n]. It copies a column-major a."""
+    """Return whether oneDNN should compute a @ b. a: [m, k], copied if column-major; b: [k, n]."""
     in_rows = a.stride(1) == 1 or b.shape[1] >= TRANSPOSED
     return in_rows and takes(a, 2 * a.shape[0] * a.shape[1] * b.shape[1])
 
@@ -77,7 +79,7 @@ def multiplies(a: Tensor, b: Tensor) -> bool:
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a @ b, [m, n], by torch.mm or oneDNN. a: [m, k]; b: [k, n]; both in any strides.
 
-    Without a gradient where it is oneDNN's: see `Product`.
+    It has no gradient if oneDNN computes it; `Product` is for that. out: where to put it, [m, n].
     """
     if not multiplies(a, b) or (out is not None and a.shape[1] < COPIED):
         return torch.mm(a, b, out=out)
@@ -89,6 +91,7 @@ class OnednnLinear(nn.Linear):
     """A Linear that multiplies by oneDNN where that pays. x: [..., in]."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # [..., in] -> [..., out]
         if not takes(x, 2 * x.numel() * self.out_features):
             return super().forward(x)
         return Product.apply(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
@@ -132,6 +135,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.register_fake("minitrain::onednn_linear")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # [..., out]
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
@@ -144,8 +148,9 @@ def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
     """Compute F.grouped_mm, one product after the other. ends: the end of each group's rows.
 
     x [rows, in], y [groups, in, out]: each row times its group's matrix, [rows, out].
-    x [in, rows], y [rows, out]: the products over each group's rows, [groups, in, out].
+    x [in, rows], y [rows, out]: for each group x y over its rows, [groups, in, out].
     """
+    # where the rows of each begin and end
     groups = list(pairwise([0, *ends]))
     if y.ndim == 3:
         out = x.new_empty(x.shape[0], y.shape[2])

@@ -1,8 +1,11 @@
-"""The router of a mixture of experts: choose top_k experts for each token, and their weights.
+"""The router of a mixture of experts: select top_k experts for each token, and their weights.
 
-Load balancing, all off by default: `bias_update_speed` updates the selection bias of DeepSeek-V3
-(auxiliary-loss-free balancing), `router_aux_loss_coef` adds an auxiliary loss, and
-`fake_balanced_gate` ignores the tokens, as when the published throughputs were measured.
+Three fields of the config balance the load of experts. All are off by default:
+
+    bias_update_speed     update the selection bias (auxiliary-loss-free balancing, DeepSeek-V3)
+    router_aux_loss_coef  add an auxiliary loss (Switch Transformer, Fedus et al. 2021)
+    fake_balanced_gate    select experts in turn, as when the published throughputs were measured
+
 Left out: router noise and z-loss.
 """
 
@@ -21,10 +24,11 @@ class Router(nn.Module):
     """A linear layer over experts, followed by top-k selection.
 
     scoring_func: `softmax` over the logits of all experts, or `sigmoid` of each (DeepSeek-V3).
-    norm_topk_prob divides the weights of the selected experts by their sum, as all published models
-    do. Sigmoid routers select by score + e_score_correction_bias, a buffer without a gradient, and
-    multiply weights by routed_scaling_factor. With n_group > 1 they select within the topk_group
-    groups of experts whose two best scores have the largest sums.
+    norm_topk_prob: divide the weights of the selected experts by their sum, as all published models
+        do.
+    Sigmoid routers select by score + e_score_correction_bias, a buffer without a gradient, and
+    multiply weights by routed_scaling_factor. With n_group > 1 they first select topk_group groups
+    of experts, by the sum of a group's two best scores, and then experts of these groups alone.
     """
 
     def __init__(self, config: "DecoderConfig"):
@@ -35,7 +39,8 @@ class Router(nn.Module):
         self.top_k = config.num_experts_per_tok
         # int64 [experts]: tokens per expert since the last update of the bias
         self.load: Tensor | None = None
-        # of all ranks and micro-batches; None: those of this forward pass
+        # []: the tokens that the auxiliary loss is averaged over, of all ranks and micro-batches;
+        # None: those of the forward pass
         self.tokens_per_step: Tensor | None = None
         # exchange point: sum over the ranks whose tokens are balanced together
         self.sum_counts: Callable = lambda counts: counts
@@ -48,9 +53,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor, document_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the selected experts, int64 [tokens, top_k], and their weights in fp32.
 
-        x: [batch, seq, hidden]. document_ids: int [batch, seq], below 0 for padding. Padding is routed
-        but not counted for load balancing: it is the same token all over, and would fill the same
-        few experts.
+        x: [batch, seq, hidden].
+        document_ids: int [batch, seq], below 0 for padding. Padding is routed, but not counted for
+            load balancing: it is one token many times, which would fill the same few experts.
         """
         if self.config.fake_balanced_gate:
             return balanced_choice(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
@@ -58,6 +63,7 @@ class Router(nn.Module):
         logits = linear_fp32(x.flatten(0, -2), self.weight)
         if self.bias is not None:
             logits = logits + self.bias.float()
+        # softmax keeps the order of logits, so they serve to select
         scores = logits.sigmoid() if self.sigmoid else logits
         indices = self._select(scores.detach())
         weights = self._weigh(scores, indices)
@@ -67,6 +73,7 @@ class Router(nn.Module):
             counts = count_tokens(indices, self.num_experts, valid)
             self.load = counts if self.load is None else self.load + counts
         if training and self.config.router_aux_loss_coef:
+            # [tokens, experts], each token's sum is 1
             shares = scores / scores.sum(-1, keepdim=True) if self.sigmoid else scores.softmax(-1)
             sequences = x.shape[:-2].numel() if self.config.seq_aux else 1
             loss = self._aux_loss(shares, indices, sequences, valid)
@@ -74,8 +81,9 @@ class Router(nn.Module):
         return indices, weights
 
     def _apply(self, fn, recurse=True):
-        """Cast or move the module, but keep the selection bias in fp32: bf16 would lose its steps
-        of 1e-3.
+        """Cast or move the module, but keep the selection bias in fp32.
+
+        bf16 would lose its steps of 1e-3.
         """
         before = getattr(self, "e_score_correction_bias", None)
         super()._apply(fn, recurse)
@@ -93,12 +101,16 @@ class Router(nn.Module):
             # [tokens, groups]
             group_scores = grouped.topk(2, dim=-1).values.sum(-1)
             best = group_scores.topk(self.config.topk_group, dim=-1).indices
+            # bool [tokens, groups]
             dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
             scores = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
         return scores.topk(self.top_k, dim=-1).indices
 
     def _weigh(self, scores: Tensor, indices: Tensor) -> Tensor:
-        """Return the weights of the selected experts, [tokens, top_k]."""
+        """Return the weights of the selected experts, [tokens, top_k].
+
+        scores: [tokens, experts], logits or their sigmoids; indices: [tokens, top_k].
+        """
         selected = scores.gather(1, indices)
         normalize = self.config.norm_topk_prob
         if self.sigmoid:
@@ -113,21 +125,24 @@ class Router(nn.Module):
     def _aux_loss(
         self, shares: Tensor, indices: Tensor, sequences: int, valid: Tensor | None = None
     ) -> Tensor:
-        """Return coef x mean over the step's tokens of E sum_e f_e P_e; coef if balanced.
+        """Return this forward pass's term of the auxiliary loss coef x E sum_e f_e P_e, [].
 
-        f_e: fraction of the choices that fell on expert e; P_e: mean of e's `shares`. Both are over
-        all tokens of the forward pass (Fedus et al. 2021, eq. 4), or with seq_aux over those of
-        each sequence (DeepSeek-V3, eq. 17).
+        f_e: the fraction of selections that fell on expert e; P_e: the mean of e's `shares`. Both
+        are over all tokens of the forward pass (Fedus et al. 2021, eq. 4), or with seq_aux over
+        those of each sequence (DeepSeek-V3, eq. 17). The loss is a mean over a step's tokens, and
+        equals coef if experts are balanced.
         shares: [tokens, experts]; indices: [tokens, top_k].
+        sequences: how many to balance each by itself; 1: all tokens together.
         valid: bool [tokens]: the tokens that count; None: all.
         """
         experts = self.num_experts
         if valid is None:
             valid = torch.ones(len(shares), dtype=torch.bool, device=shares.device)
-        # number the experts of sequence i from i x experts on, to count all sequences at once
+        # to count all sequences at once, number the experts of sequence i from i x experts on
         first = experts * torch.arange(sequences, device=indices.device)[:, None, None]
         indices = (indices.view(sequences, -1, self.top_k) + first).flatten(0, 1)
         counts = count_tokens(indices, sequences * experts, valid).view(sequences, experts)
+        # over the ranks that balance these tokens together
         counts = self.sum_counts(counts).float()
         f = counts / counts.sum(-1, keepdim=True).clamp(min=1)
         # [sequences, experts]: P times the tokens of each sequence
@@ -137,7 +152,7 @@ class Router(nn.Module):
         return coefficient * (f * summed).sum() / tokens.clamp(min=1)
 
 
-# ---------------------------------------------------------------------------------------------------------- fp32 logits
+# --- fp32 logits
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -149,7 +164,7 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("minitrain::linear_fp32", mutates_args=())
 def _linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply bf16 matrices with an fp32 result.
+    """Multiply bf16 x [tokens, in] by weight [out, in] with an fp32 result [tokens, out].
 
     bf16 x bf16 is exact in fp32, and tensor cores accumulate in fp32. Inputs cast to fp32 could not
     use tensor cores, and would take up to 15 times as long.
@@ -161,32 +176,33 @@ def _linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 @_linear_fp32.register_fake
 def _(x: Tensor, weight: Tensor) -> Tensor:
+    # [tokens, out]
     return x.new_empty(len(x), len(weight), dtype=torch.float32)
 
 
 def _linear_fp32_backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Compute as any bf16 Linear does, from a gradient rounded to bf16."""
+    """Return the gradients of x and weight, as of a bf16 Linear. grad: fp32 [tokens, out]."""
     x, weight = ctx.saved_tensors
+    # rounded to bf16
     grad = grad.to(x.dtype)
     need_x, need_weight = ctx.needs_input_grad
     return grad @ weight if need_x else None, grad.T @ x if need_weight else None
 
 
-def _keep_matrices(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+_linear_fp32.register_autograd(
+    _linear_fp32_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
-_linear_fp32.register_autograd(_linear_fp32_backward, setup_context=_keep_matrices)
-
-
-# -------------------------------------------------------------------------------------------------------------- balance
+# --- load balancing
 
 
 def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
-    """Return what the fake gate of published benchmarks selects: experts in turn, equal weights.
+    """Select experts in turn with equal weights, as the fake gate of published benchmarks.
 
-    Both are [tokens, top_k]; each token gets top_k neighboring experts. They depend on a token's
-    index in the forward pass, so results depend on the micro-batches.
+    Returns indices and weights, [tokens, top_k]: each token gets top_k neighboring experts. Which
+    ones depends on its index in the forward pass, so results depend on the size of micro-batches.
     """
     indices = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % num_experts
     return indices, torch.full((tokens, top_k), 1 / top_k, device=device)
@@ -198,6 +214,7 @@ def count_tokens(indices: Tensor, num_experts: int, valid: Tensor | None = None)
     indices: int64 [tokens, top_k]. valid: bool [tokens], the tokens to count; None: all.
     Unlike torch.bincount it does not wait for the device.
     """
+    # [tokens, top_k]: 1 for a selection that counts, else 0
     ones = torch.ones_like(indices) if valid is None else valid.long()[:, None].expand_as(indices)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=indices.device)
     return counts.scatter_add(0, indices.flatten(), ones.flatten())
@@ -206,15 +223,16 @@ def count_tokens(indices: Tensor, num_experts: int, valid: Tensor | None = None)
 def is_recomputing() -> bool:
     """Return whether this is a second forward pass, run by activation checkpointing.
 
-    A compiled block needs not ask: it keeps what the first pass counted.
+    False while compiling: recompute.py makes compiled blocks skip side effects in a second pass.
     """
-    # there is no public name
+    # autograd is running; there is no public name for asking
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class AttachLoss(torch.autograd.Function):
-    """The identity on `x`, which gives `loss`, a scalar, the gradient 1: as if added to the loss
-    that is differentiated.
+    """The identity on x [...] that gives `loss` [] the gradient 1.
+
+    That is as if `loss` were added to the loss that is differentiated.
     """
 
     @staticmethod
@@ -234,7 +252,8 @@ def update_selection_bias(
 ):
     """Add speed x sign(mean load - load) to the bias of every sigmoid router, after a step.
 
-    sum_load: sums load [routers, experts] over the ranks that saw other tokens.
+    speed: bias_update_speed, or [] of it. sum_load: sum load [routers, experts] over the ranks that
+    saw other tokens.
     Source: DeepSeek-V3, 2.1.2.
     """
     routers = [m for m in model.modules() if isinstance(m, Router) and m.load is not None]

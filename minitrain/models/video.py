@@ -8,12 +8,12 @@ import math
 import torch
 from torch import Tensor
 
-# of the rotations and of the timestep's sinusoids
+# the base of frequencies, of the rotations and of the timestep's sinusoids
 THETA = 10000.0
 
 
 def patch_grid(latents: Tensor, patch: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return how many patches lie along frames, height and width of [..., frames, height, width]."""
+    """Return the number of patches along each of [..., frames, height, width]."""
     frames, height, width = (size // p for size, p in zip(latents.shape[-3:], patch, strict=True))
     return frames, height, width
 
@@ -26,6 +26,7 @@ def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
     batch, channels = latents.shape[:2]
     f, h, w = patch_grid(latents, patch)
     pf, ph, pw = patch
+    # [batch, f, h, w, channels, pf, ph, pw]
     pieces = latents.reshape(batch, channels, f, pf, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7)
     return pieces.reshape(batch, f * h * w, channels * pf * ph * pw)
 
@@ -36,15 +37,18 @@ def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int
     Channels come last here, but first in `patchify`, as in Wan.
     """
     frames, height, width = (n * p for n, p in zip(grid, patch, strict=True))
+    # [batch, channels, f, pf, h, ph, w, pw]
     pieces = x.unflatten(-1, (*patch, -1)).unflatten(1, grid).permute(0, 7, 1, 4, 2, 5, 3, 6)
     return pieces.reshape(len(x), -1, frames, height, width)
 
 
 def rotary_tables_3d(grid: tuple[int, int, int], head_dim: int, device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of a video's tokens, for `rotate_pairs`, fp32 [1, tokens, 1, head_dim].
+    """Return cosines and sines of a video's tokens, fp32 [1, tokens, 1, head_dim].
 
-    The two channels of a pair have the same cosine, and the sine with opposite signs.
+    They are for `rotate_pairs`: the two channels of a pair have the same cosine, and the sine with
+    opposite signs.
     """
+    # [tokens, head_dim / 2]
     angles = grid_angles(grid, head_dim, device)
     cos = angles.cos().float()
     sin = angles.sin().float()
@@ -54,9 +58,10 @@ def rotary_tables_3d(grid: tuple[int, int, int], head_dim: int, device) -> tuple
 
 
 def grid_angles(grid: tuple[int, int, int], head_dim: int, device) -> Tensor:
-    """Return the angle of each token and pair of channels, fp64 [tokens, head_dim / 2].
+    """Return the angle of each token and pair of channels, in radians, fp64 [tokens, head_dim / 2].
 
-    A third of the pairs, rounded down, encodes the row, as many the column, the rest the frame.
+    The last third of the pairs, rounded down, encodes the column, as many before it the row, and
+    the rest, first, the frame.
     """
     third = head_dim // 6
     columns = []
@@ -65,6 +70,7 @@ def grid_angles(grid: tuple[int, int, int], head_dim: int, device) -> Tensor:
         positions = torch.arange(grid[axis], dtype=torch.float64, device=device)
         shape = [1, 1, 1, pairs]
         shape[axis] = grid[axis]
+        # [positions along this axis, pairs], then for the whole grid
         angles = torch.outer(positions, THETA**-exponents)
         columns.append(angles.view(shape).expand(*grid, pairs))
     return torch.cat(columns, dim=-1).flatten(0, 2)
@@ -75,6 +81,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x: [batch, seq, heads, head_dim]; cos, sin: from `rotary_tables_3d`.
     """
+    # channels 1 0 3 2 ...
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin).type_as(x)
 
@@ -90,5 +97,5 @@ def timestep_sinusoids(timestep: Tensor, dim: int) -> Tensor:
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Return x in fp32, or unchanged if it is fp64."""
+    """Return x [...] in fp32, or unchanged if it is fp64."""
     return x if x.dtype == torch.float64 else x.float()

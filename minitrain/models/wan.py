@@ -1,16 +1,18 @@
-"""The Wan 2.1 video diffusion transformer: predict a velocity from noisy latents, timestep and text.
+"""The Wan 2.1 video diffusion transformer: predict a velocity from noisy latents and conditions.
 
-A video of latents is cut into patches, one token each. Blocks of self-attention over all tokens,
-cross-attention to the text and an MLP follow, shifted, scaled and gated by the timestep ("adaLN",
-Peebles & Xie 2022). Image-to-video models see the first frame twice: as 20 more input channels,
-which the caller adds, and as CLIP features in a second cross-attention. Parameter names are those
-of diffusers. Wan 2.2's A14B models are two such networks, one per range of timesteps.
-Left out: the video autoencoder, text and image encoders, first-and-last-frame models, and the 5B
-model of Wan 2.2, whose timesteps differ between tokens.
+The conditions are timestep, text and, in image-to-video models, an image. The latents of a video
+are cut into patches, one token each. Each block has self-attention over all tokens,
+cross-attention to the text, and an MLP. The timestep shifts, scales and gates the first and the
+last ("adaLN", Peebles & Xie 2022). Image-to-video models see the first frame twice: as 20 more
+input channels, which the caller adds, and as CLIP features in a second cross-attention. Wan 2.2's
+A14B models are two such networks, one per range of timesteps.
 
 Timesteps, modulation, norms and rotations are computed in fp32 whatever the weights' type: in bf16,
-timestep 998.4 would be 1000. Sources: Wan-Video/Wan2.1,
-wan/modules/model.py; diffusers, transformer_wan.py.
+timestep 998.4 would be 1000. Parameter names are those of diffusers.
+
+Left out: the video autoencoder, text and image encoders, first-and-last-frame models, and the 5B
+model of Wan 2.2, whose timesteps differ between tokens.
+Sources: Wan-Video/Wan2.1, wan/modules/model.py; diffusers, transformer_wan.py.
 """
 
 import math
@@ -40,8 +42,8 @@ class Wan(nn.Module):
     def __init__(self, config: WanConfig):
         super().__init__()
         self.config = config
-        # exchange points: context parallelism masks all tokens and takes its rank's along dim 1,
-        # tensor parallelism takes a share of those, and both gather all ranks' tokens at the end
+        # exchange points: context parallelism makes masks of all tokens, and splits tokens along
+        # dim 1; tensor parallelism splits them further; at the end both gather
         self.make_mask = make_mask
         self.split_cp = self.split_tp = self.gather = identity
         self.patch_embedding = PatchEmbedding(
@@ -69,18 +71,22 @@ class Wan(nn.Module):
         grid = patch_grid(latents, patch)
         # [batch, tokens of this rank, dim]
         x = self.patch_embedding(self.split_tp(self.split_cp(patchify(latents, patch))))
+        # [1, tokens / cp, 1, head_dim]: attention sees all tokens of the tensor-parallel ranks
         tables = rotary_tables_3d(grid, self.config.attention_head_dim, x.device)
         rotary = tuple(map(self.split_cp, tables))
         embedding, modulation, text, image = self.condition_embedder(timestep, text, image)
         mask = self.make_mask(rotary[0].shape[1], x.device, None, causal=False)
         for block in self.blocks:
             x = block(x, modulation, rotary, mask, text, image)
+        # [batch, 1, dim] each
         shift, scale = unbind_rows(self.adaln.scale_shift_table + embedding[:, None])
+        # [batch, tokens of this rank, channels of a patch]
         x = self.proj_out(modulate(x, shift, scale, self.config.eps))
         x = self.gather(upcast(x))
         return unpatchify(x, grid, patch)
 
     def _check(self, latents: Tensor, image: Tensor | None) -> None:
+        """Raise InputError for latents [..., frames, height, width] or an image that do not fit."""
         sizes = tuple(latents.shape[-3:])
         patch = self.config.patch_size
         if any(size % p for size, p in zip(sizes, patch, strict=True)):
@@ -93,9 +99,9 @@ class Wan(nn.Module):
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill `tensor`, the full parameter called `name`, with its initial value in Wan's code.
+        """Fill a full parameter [...] by its name, as Wan's code does.
 
-        The last layer starts at zero, so that an untrained model predicts no velocity at all.
+        The last layer starts at 0, so that an untrained model predicts no velocity.
         """
         if name.endswith("scale_shift_table"):
             tensor.normal_(0, self.config.dim**-0.5, generator=generator)
@@ -135,10 +141,13 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return [batch, seq, dim], as x.
 
-        modulation: fp32 [batch, 6, dim]; text, image: [batch, tokens, dim].
+        modulation: fp32 [batch, 6, dim], from the timestep. rotary: from `rotary_tables_3d`.
+        text, image: [batch, tokens, dim].
         """
+        # [batch, 1, dim] each
         rows = unbind_rows(self.adaln.scale_shift_table + modulation)
         attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = rows
+        # [batch, seq, dim]
         out = self.attn1(modulate(x, attention_shift, attention_scale, self.eps), rotary, mask)
         # gates are in fp32, and so is this sum
         x = torch.addcmul(x, out, attention_gate).type_as(x)
@@ -153,7 +162,8 @@ class SelfAttention(nn.Module):
     def __init__(self, dim: int, heads: int, eps: float):
         super().__init__()
         self.head_dim = dim // heads
-        # exchange points: keys and values of context-parallel ranks; tokens of tensor-parallel ones
+        # exchange points: context parallelism exchanges keys and values; tensor parallelism gathers
+        # tokens and reduces outputs
         self.attend = attention
         self.gather = self.reduce = identity
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
@@ -176,7 +186,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention to the text, plus attention to the image by the same queries; none rotated."""
+    """Attention to the text, plus attention to the image by the same queries, without rotations."""
 
     def __init__(self, dim: int, heads: int, eps: float, image: bool):
         super().__init__()
@@ -194,6 +204,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, text: Tensor, image: Tensor | None) -> Tensor:
         """Return [batch, seq, dim], as x. text, image: [batch, tokens, dim]."""
+        # [batch, seq, dim / tp], this rank's heads
         q = self.norm_q(self.to_q(self.gather(x)))
         out = self._look(q, self.norm_k(self.to_k(text)), self.to_v(text))
         if image is not None:
@@ -202,12 +213,14 @@ class CrossAttention(nn.Module):
         return self.reduce(self.to_out[0](out))
 
     def _look(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return full attention of q [batch, seq, dim] to k, v [batch, tokens, dim], as q."""
+        # [batch, heads, seq or tokens, head_dim]
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         return attention(q, k, v, Mask(causal=False)).transpose(1, 2).flatten(2)
 
 
 class AdaLN(KeepsFP32):
-    """The learned part, `rows` rows, of shifts, scales and gates; the timestep's is added to it."""
+    """The learned part of shifts, scales and gates, [1, rows, dim], beside the timestep's."""
 
     def __init__(self, rows: int, dim: int):
         super().__init__()
@@ -215,7 +228,7 @@ class AdaLN(KeepsFP32):
 
 
 class FP32Norm(KeepsFP32):
-    """The parameters of a `layer_norm`."""
+    """The parameters of `layer_norm`, kept in fp32."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -224,7 +237,7 @@ class FP32Norm(KeepsFP32):
 
 
 class FP32Linear(KeepsFP32):
-    """The parameters of a `wide_linear`."""
+    """The parameters of `wide_linear`, kept in fp32."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -245,14 +258,20 @@ class ConditionEmbedder(nn.Module):
         )
 
     def forward(self, timestep: Tensor, text: Tensor, image: Tensor | None):
-        """Return embeddings of timestep, [batch, dim] and modulation [batch, 6, dim] in fp32, of
-        text, and of image or None, [batch, tokens, dim].
+        """Return the timestep's embedding and modulation, and the embeddings of text and image.
+
+        timestep: [batch]; text: [batch, tokens, text_dim]; image: [batch, tokens, image_dim] or
+            None.
+        Returns fp32 [batch, dim], fp32 [batch, 6, dim], then [batch, tokens, dim] each; without an
+        image, None.
         """
         time = self.time_embedder
         dtype = self.text_embedder.linear_1.weight.dtype
+        # the timestep in fp32: [batch, dim]
         hidden = F.silu(wide_linear(time.linear_1, timestep_sinusoids(timestep, self.freq_dim)))
         embedding = wide_linear(time.linear_2, hidden)
         modulation = wide_linear(self.time_proj, F.silu(embedding)).unflatten(1, (6, -1))
+        # text and image in the compute type: [batch, tokens, dim]
         hidden = F.gelu(self.text_embedder.linear_1(text.to(dtype)), approximate="tanh")
         text = self.text_embedder.linear_2(hidden)
         if image is not None:
@@ -261,7 +280,7 @@ class ConditionEmbedder(nn.Module):
 
 
 class ImageEmbedder(nn.Module):
-    """CLIP features [batch, tokens, inputs] to [batch, tokens, dim]."""
+    """Embed CLIP features: [batch, tokens, inputs] -> [batch, tokens, dim]."""
 
     def __init__(self, inputs: int, dim: int):
         super().__init__()
@@ -270,13 +289,15 @@ class ImageEmbedder(nn.Module):
         self.norm2 = FP32Norm(dim)
 
     def forward(self, image: Tensor) -> Tensor:
+        # [batch, tokens, inputs] -> [batch, tokens, dim]
         return layer_norm(self.norm2, self.ff(layer_norm(self.norm1, image)))
 
 
 class PatchEmbedding(nn.Conv3d):
-    """The checkpoints' convolution, whose stride is its kernel, as a Linear on patches."""
+    """The checkpoints' convolution as a Linear on patches: its stride is its kernel."""
 
     def forward(self, patches: Tensor) -> Tensor:
+        # [batch, tokens, channels x patch] -> [batch, tokens, dim]
         return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
@@ -292,6 +313,7 @@ class FeedForward(nn.Module):
         self.net = nn.ModuleDict({"0": first, "2": nn.Linear(hidden, outputs)})
 
     def forward(self, x: Tensor) -> Tensor:
+        # [batch, seq, inputs] -> [batch, seq, outputs]
         hidden = self.net["0"]["proj"](self.gather(x))
         return self.reduce(self.net["2"](F.gelu(hidden, approximate=self.approximate)))
 
@@ -306,13 +328,13 @@ def wide_linear(layer: FP32Linear, x: Tensor) -> Tensor:
 
 
 def layer_norm(norm: FP32Norm, x: Tensor, eps: float = 1e-5) -> Tensor:
-    """Return LayerNorm of x [..., dim], computed in the norm's type, in x's."""
+    """Return LayerNorm of x [..., dim] in x's type, computed in that of the norm."""
     wide = x.to(norm.weight.dtype)
     return F.layer_norm(wide, x.shape[-1:], norm.weight, norm.bias, eps).type_as(x)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return normalize(x) * (1 + scale) + shift, computed in fp32, in x's type.
+    """Return normalize(x) * (1 + scale) + shift in x's type, computed in fp32.
 
     x: [batch, seq, dim]; shift, scale: [batch, 1, dim].
     """

@@ -1,4 +1,4 @@
-"""The shape of a Wan video transformer as data, as decoder_config.py has a decoder's."""
+"""The shape of a Wan video transformer as data: what decoder_config.py is to a decoder."""
 
 from dataclasses import dataclass
 

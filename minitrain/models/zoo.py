@@ -358,7 +358,7 @@ def is_known(name: str) -> bool:
 def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     """Return the config of the model called `name`, with `overrides` of its fields.
 
-    bos and eos become None where a smaller vocabulary does not hold them. Raise InputError for an
+    bos and eos become None if a smaller vocabulary does not hold them. Raise InputError for an
     unknown name.
     """
     base = name.removesuffix("-tiny")
@@ -387,7 +387,7 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
 
 def empty_model(config: DecoderConfig | WanConfig, **stage) -> "Decoder | Wan":
     """Return a config's model on the meta device, or one pipeline stage of it (see `Decoder`)."""
-    # here, as they bring torch, which takes seconds: a name or a key is checked without it
+    # imported here, since torch takes seconds to load: names and keys are checked without it
     from torch import device
 
     from minitrain.models.decoder import Decoder
