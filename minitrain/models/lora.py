@@ -9,7 +9,8 @@
 
 A Linear keeps its class, its weight and their names. A and B are further parameters of it, `lora_A`
 and `lora_B`, so checkpoints, sharding and number formats of the base need not know of adapters. A
-stack of experts [experts, out, in] gets stacks of As and Bs.
+stack of experts [experts, out, in] gets stacks of As and Bs. Tensor parallelism splits both with the
+Linear: see parallel/tensor.py.
 
 The products with A and B are thin: memory traffic bounds them. Therefore
 

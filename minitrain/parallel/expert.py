@@ -87,8 +87,9 @@ def dispatch(
 
     get_sizes: from `make_size_exchange`.
     x: [tokens, width], this rank's tokens.
-    indices, weights: [tokens, top_k], from the router: selected experts, of all E, and weights.
-    experts: this rank's.
+    indices, weights: [tokens, top_k], from the router: selected experts, of all E, and weights,
+        which travel in their own dtype.
+    experts: this rank's stacks; its num_experts counts the experts of all ranks.
     All ranks of `mesh` call this together.
     """
     table = x.new_full((len(x), experts.num_experts), NOT_SELECTED).scatter(1, indices, weights)

@@ -36,6 +36,7 @@ class Meshes:
     # if ep > 1, 3-D (dp_replicate, dp_shard, ep): experts are split over the last dimension, and
     # over the others as in `parameters`
     experts: DeviceMesh | None
+    # dp_shard of `parameters` is cp times the setting; that of `experts` is cp x tp / ep times
 
     @property
     def device(self) -> torch.device:

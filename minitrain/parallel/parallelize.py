@@ -1,7 +1,7 @@
 """Parallelize a model: the one place that knows in which order the techniques are applied.
 
 The order: pipeline split, experts, tensor, context, recompute, compile each block, shard. All but
-the first are applied to each pipeline stage by itself.
+the first are applied to each pipeline stage by itself. Adapters and FP8 are in the model already.
 
 Recomputation must be inside the compiled region, so that the compiler sees it, and sharding
 outside, so that its hooks gather and free weights around the compiled block.

@@ -47,7 +47,11 @@ def full_tensors(
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather the full tensor [...] from all ranks, which call this together."""
+    """Gather the full tensor [...] from all ranks, which call this together.
+
+    torch warns of a suboptimal order where tensor parallelism and FSDP split one dimension: the
+    result is right.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -43,6 +43,10 @@ the one head that its queries attend to. The bias of a row-parallel matrix is re
 rank adds 1 / tp of it. The gradient of a replicated parameter is a sum over ranks: DTensor marks it
 as Partial, and FSDP reduces it.
 
+Adapters (models/lora.py) are split with their Linear: of a column-parallel one lora_B is Shard(0)
+and lora_A replicated, of a row-parallel one lora_A is Shard(1) and lora_B replicated. The update of
+the latter is a term of the same sum, so no further collective is needed.
+
 With FP8 (models/fp8.py) an all-gather moves one byte per element if only FP8 products read its
 result: inputs of q, k, v, gate and up as e4m3, gradients of the outputs of o and down as e5m2.
 Adapters read the input unrounded, and a bias of o or down sums those gradients, so with either the
@@ -80,8 +84,8 @@ def split_block(
     """Split a block in place over the 1-D `mesh`.
 
     Afterwards it takes and returns [batch, seq / tp, hidden].
-    column, row: suffixes of the names of column-parallel and row-parallel modules. All other
-        modules are replicated.
+    column, row: suffixes of the names of column-parallel and row-parallel modules. Others, and
+        those of a misspelled suffix, are replicated.
     parts: modules of the block, such as attention and MLP. Each has one row-parallel Linear, and
         two exchange points: `gather` takes its input, `reduce` its output.
     """

@@ -5,8 +5,10 @@
                running samples
     generate   submits everything and steps until all is done
 
-A decoding step goes scheduler -> prepare -> model -> sample -> scheduler. It is one forward pass
-over one token of each sample, whose head samples the next tokens. A sample has a row of the batch.
+A decoding step goes scheduler -> prepare -> model -> sample -> scheduler: `schedule` (scheduler.py),
+`prepare`, `decode` and `sample` (batch.py), `_end` here, `decoded` (scheduler.py). It is one
+forward pass over one token of each sample, whose head samples the next tokens. A sample has a row
+of the batch.
 The batch has 1, 2, 4, ... rows, some of them padding, and all that changes between steps is in
 buffers with fixed addresses. So on CUDA the step is captured as a graph once per number of rows.
 The graph is replayed `steps` times before the host looks at the tokens; it then drops those after

@@ -79,7 +79,9 @@ class PromptStep:
 
 
 class DecodingStep:
-    """Decoding: a forward pass over one token of each row. A row is a sample, or padding.
+    """What a decoding step reads: one token of each row. A row is a sample, or padding.
+
+    There is one object per `Batch`; `begin` renews it for every forward pass.
 
     The tensors are buffers whose addresses stay fixed, so that CUDA graphs can be replayed.
     positions: int64 [rows], each token's index in its sequence.
