@@ -4,16 +4,14 @@ refuses bad ones.
 The YAML keys are the field names below, nested as the dataclasses are.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LARGEST_RANK = 1 << 16  # of adapters
 LARGEST_ALPHA = 10**9
-RATIO = (
-    10**9
-)  # above any ratio of probabilities (e^20, see grpo/objective.py), below what fp32 holds
+# above any ratio of probabilities (e^20, see grpo/objective.py), below what fp32 holds
+RATIO = 10**9
 
 
 def number(default: float, least: float, most: float = 2**63 - 1) -> Any:
@@ -134,6 +132,9 @@ class Optim:
     max_skipped: int = number(10, 1)
     states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
     stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
+    # decay of the weights' moving average, which is validated and exported; 0: none
+    ema: float = number(0.0, 0, 1)
+    ema_warmup: bool = False  # a smaller decay in the first steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup: int = number(0, 0)  # first steps, in which the rate rises
     final_lr: float = 0.0  # as a share of lr, reached at the last step, if two follow the warm-up
@@ -269,6 +270,15 @@ class GRPO:
     keep_rollouts: int = number(100, 0)
 
 
+@dataclass
+class DPO:
+    """Learning from pairs of replies: see training/dpo.py."""
+
+    beta: float = number(0.1, 1e-6)  # higher: the model stays closer to the one it starts from
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    length_normalized: bool = False  # log-probabilities are means over a reply's tokens
+
+
 # those behind down_proj are Wan's
 TARGETS = (
     "q_proj",
@@ -324,7 +334,8 @@ class Diffusion:
     sigma_min, sigma_max: only sigmas between these are drawn, as often one beside the other as
     without limits.
     weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of
-    mean 1 over evenly spaced u (DiffSynth).
+    mean 1 over evenly spaced u (DiffSynth); sigma_sqrt, sigma^-2, and cosmap, 2 / (pi (1 - 2 sigma +
+    2 sigma^2)), of Stable Diffusion 3 (diffusers).
     reduction: sample, each video counts alike in a step; element, each element does, so a video by
     its size.
     text_dropout: the share of samples without their text, which classifier-free guidance needs (Ho
@@ -339,7 +350,7 @@ class Diffusion:
     shift: float = 3.0
     sigma_min: float = 0.0
     sigma_max: float = 1.0
-    weighting: Literal["none", "linear", "bell"] = "none"
+    weighting: Literal["none", "linear", "bell", "sigma_sqrt", "cosmap"] = "none"
     reduction: Literal["sample", "element"] = "sample"
     text_dropout: float = 0.1
 
@@ -350,7 +361,7 @@ class Config:
 
     model: Model = field(default_factory=Model)
     # how it is trained, and on what
-    task: Literal["pretrain", "sft", "diffusion", "lora", "grpo"] = "pretrain"
+    task: Literal["pretrain", "sft", "diffusion", "lora", "grpo", "dpo"] = "pretrain"
     steps: int = number(100, 1)  # updates of the weights
     epochs: float = number(0.0, 0)  # above 0, in place of steps: passes over the data
     seed: int = number(0, 0, 2**63 - 1)  # of weights, order of the data and dropout
@@ -372,6 +383,7 @@ class Config:
     diffusion: Diffusion = field(default_factory=Diffusion)
     rollout: Rollout = field(default_factory=Rollout)
     grpo: GRPO = field(default_factory=GRPO)
+    dpo: DPO = field(default_factory=DPO)
     compile: bool = False  # torch.compile, block by block
     # of activations, none or a block every n: see parallel/recompute.py
     recompute: Literal["none", "full", "attention", "selective"] | int = "none"
@@ -383,14 +395,3 @@ class Config:
     # how long a rank waits for the others in a collective before it gives up
     timeout_s: float = number(600.0, 1, 1000000)
     reference: dict = field(default_factory=dict)  # published figures of the same row
-
-
-def to_dict(config: Config) -> dict:
-    """Return the nested dict that `from_dict` reads back as the same config."""
-    tree = dataclasses.asdict(
-        config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items}
-    )
-    model = tree["model"]
-    fields = model.pop("config")
-    tree["model"] = {key: value for key, value in model.items() if value} | fields
-    return tree

@@ -309,7 +309,7 @@ def test_rows_hold_every_sample_once_an_epoch(tmp_path, packed):
     for number in (0, 1, 7):
         found = Counter()
         for row in epoch(data, number):
-            documents = row.get("documents", (row["tokens"] == 0).long())  # no text has a zero
+            documents = row.get("document_ids", (row["tokens"] == 0).long())  # no text has a zero
             for d in documents.unique() if packed else [0]:
                 part = {key: value[documents == d] for key, value in row.items()}
                 if (part["tokens"] > 0).all():
@@ -331,8 +331,8 @@ def test_rows_say_what_is_padding_where_experts_are_balanced(tmp_path):
     config.model.config = replace(config.model.config, bias_update_speed=0.01)
     balanced, _ = open_dataset(config)
     for bare, row in zip(epoch(plain), epoch(balanced), strict=True):
-        assert "documents" not in bare and all(torch.equal(row[key], bare[key]) for key in bare)
-        assert torch.equal(row["documents"] == -1, row["tokens"] == 0) and (row["documents"] <= 0).all()
+        assert "document_ids" not in bare and all(torch.equal(row[key], bare[key]) for key in bare)
+        assert torch.equal(row["document_ids"] == -1, row["tokens"] == 0) and (row["document_ids"] <= 0).all()
 
 
 def test_order_is_a_function_of_seed_and_epoch(tmp_path):
@@ -386,7 +386,7 @@ def test_a_chat_that_is_cut_within_a_question_ends_with_the_reply_before_it(tmp_
     (tmp_path / "chats.jsonl").write_text(json.dumps(chat))
     data, _ = open_dataset(config_of(tmp_path, seq_len=20))
     assert data.questions(1) == [(list(b"ab\n"), [*b"cd", 257])]
-    assert (data.row(0)["documents"] == -1).sum() == 20 - len("ab\ncd")
+    assert (data.row(0)["document_ids"] == -1).sum() == 20 - len("ab\ncd")
 
 
 def test_validation_holds_out_chats(tmp_path):
@@ -405,7 +405,7 @@ def test_settings_that_contradict_fine_tuning(tmp_path):
     with pytest.raises(InputError, match="data.kind=text holds no chats, as task=sft needs"):
         config_of(tmp_path, kind="text")
     for task in ("pretrain", "grpo"):
-        with pytest.raises(InputError, match="data.packed=true is for task=sft and lora, not"):
+        with pytest.raises(InputError, match="data.packed=true is for task=sft, lora and dpo, not"):
             config_of(tmp_path, task=task, packed=True)
     config = config_of(tmp_path)
     config.validation.exact_match = 5
@@ -480,7 +480,7 @@ def test_mock_rows_have_the_shape_of_packed_squad(seq_len):
     lengths = []
     for n in range(200):
         row = data.row(n)
-        sizes = torch.bincount(row["documents"] + 1)
+        sizes = torch.bincount(row["document_ids"] + 1)
         assert sizes[0] == 17 and (row["labels"][-17:] == IGNORE).all()
         lengths += sizes[1:].tolist()
         predicted = row["labels"] != IGNORE

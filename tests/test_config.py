@@ -14,11 +14,11 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run.aliases import ALIASES, OF_MODEL
-from minitrain.run.config import from_dict, load
+from minitrain.run.config import from_dict, load, to_dict
 from minitrain.run.config_checks import validate
 from minitrain.run.config_yaml import read_yaml, to_yaml
 from minitrain.run.parallel_checks import check_layout
-from minitrain.settings import Config, Lora, Model, to_dict
+from minitrain.settings import Config, Lora, Model
 
 
 def config_file(tmp_path, text):

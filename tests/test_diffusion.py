@@ -21,9 +21,8 @@ from minitrain.data.latents import save_video
 from minitrain.errors import InputError
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from minitrain.run.config import from_dict, load
+from minitrain.run.config import from_dict, load, to_dict
 from minitrain.run.launch import make_trainer, start
-from minitrain.settings import to_dict
 from minitrain.simulator.fake_world import estimate_memory
 from tests.commands import ROOT
 

@@ -5,7 +5,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from diffusers.training_utils import compute_density_for_timestep_sampling
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from minitrain.errors import InputError
 from minitrain.models.wan import Wan
@@ -109,6 +109,21 @@ def test_weights():
     torch.testing.assert_close(weight(EVEN, Diffusion(weighting="linear", shift=3)), 1 + 3 * EVEN)
 
 
+@pytest.mark.parametrize("mean, std", [(0.0, 1.0), (-0.5, 0.7)])
+def test_logit_normal_is_that_of_diffusers(mean, std):
+    """Which draws normal numbers; ours are quantiles of uniform ones."""
+    theirs = compute_density_for_timestep_sampling("logit_normal", 64, mean, std, generator=torch.manual_seed(0))
+    u = torch.special.ndtr(torch.randn(64, generator=torch.manual_seed(0)).double())
+    ours = sigma_from_uniform(u, Diffusion("logit_normal", mean=mean, std=std, shift=1))
+    torch.testing.assert_close(ours.float(), theirs, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["sigma_sqrt", "cosmap", "none"])
+def test_weights_are_those_of_diffusers(scheme):
+    theirs = compute_loss_weighting_for_sd3(scheme, EVEN).float()
+    torch.testing.assert_close(weight(EVEN, Diffusion(weighting=scheme)).float(), theirs)
+
+
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 0.5])
 def test_the_bell_is_that_of_diffsynth(shift):
     """Its FlowMatchScheduler.set_timesteps(1000, training=True), as it is written for Wan."""
@@ -135,6 +150,7 @@ def test_the_bell_is_that_of_diffsynth(shift):
     (dict(sigma_min=-0.1), "must be between 0 and 1, the first below the second"),
     (dict(sigma_min=0.5, sigma_max=0.5), "must be between 0 and 1, the first below the second"),
     (dict(sigma_max=1000), "must be between 0 and 1, the first below the second"),
+    (dict(weighting="sigma_sqrt"), "diffusion.weighting=sigma_sqrt needs sigma_min above 0"),
     (dict(sampling="logit_normal", mean=-9, sigma_min=0.9), "sampling=logit_normal draws no sigma between these"),
 ], ids=str)  # fmt: skip
 def test_settings_without_a_meaning_are_refused(settings, message):

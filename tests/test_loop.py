@@ -102,7 +102,7 @@ def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):
     monkeypatch.setattr("minitrain.training.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     trainer = SimpleNamespace(
         config=configs.from_dict(TREE | {"steps": 3}), step=step, optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
-        meshes=SimpleNamespace(batch=None), objective=SimpleNamespace(metrics=lambda total: {}),
+        total=None, objective=SimpleNamespace(metrics=lambda total: {}),
     )  # fmt: skip
     found = []
     for numbers in training_steps(trainer, None, start=1, seen=4 * 16):

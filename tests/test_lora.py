@@ -40,11 +40,11 @@ from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel.parallelize import apply_techniques
 from minitrain.parallel.recompute import recompute
 from minitrain.run.checkpoint_files import read_index
-from minitrain.run.config import from_dict
+from minitrain.run.config import from_dict, to_dict
 from minitrain.run.flops import clean, count_work, lora_weights
 from minitrain.run.launch import make_trainer, start
 from minitrain.run.train_model import train
-from minitrain.settings import TARGETS, Lora, to_dict
+from minitrain.settings import TARGETS, Lora
 from minitrain.training.build import initialize, make_model
 from tests.oracle import count_flops, plain_model, ragged_batch
 

@@ -25,6 +25,7 @@ CHAT = {"messages": [{"role": "user", "content": "1+%d?"}, {"role": "assistant",
 LINES = {
     "chats.jsonl": CHAT,
     "texts.jsonl": {"text": "Document %d of a few words."},
+    "pairs.jsonl": {"prompt": "1+%d?", "chosen": "2", "rejected": "Two."},
     "problems.jsonl": {"question": "How much is 1 + %d?", "answer": "Sum. #### 2"},
 }
 SMALL = ["device=cpu", "precision=fp32", "compile=false", "steps=2", "optim.warmup=1", "checkpoint.asynchronous=false"]
@@ -32,6 +33,7 @@ LANGUAGE = ["batch.global=8", "batch.micro=2", "batch.seq_len=64", "validation.b
 RECIPES = {
     "sft-chats": [],
     "lora-8b-24gb": [],
+    "dpo": ["epochs=0"],
     "full-8b-8gpu": [],
     "pretrain-tokens": [
         "model={name: llama3.1-8b-tiny, vocab_size: 258}",
@@ -54,6 +56,7 @@ SHORT_ANSWER = "def reward(response, answer, row):\n    return float(answer in r
 STAND_INS = {
     "sft-chats": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
     "lora-8b-24gb": ["model=llama3.1-8b", "data.tokenizer=bytes"],
+    "dpo": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "full-8b-8gpu": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "pretrain-tokens": ["data.tokenizer=bytes"],
     "continued-pretraining": ["model=llama3.1-8b", "data.tokenizer=bytes"],
@@ -61,7 +64,7 @@ STAND_INS = {
     "grpo-own-reward": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "wan-lora": ["model=wan2.1-1.3b"],
 }
-ADAPTERS = {"lora-8b-24gb", "grpo-own-reward", "wan-lora"}
+ADAPTERS = {"dpo", "lora-8b-24gb", "grpo-own-reward", "wan-lora"}
 
 
 @pytest.fixture

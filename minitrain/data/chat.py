@@ -203,7 +203,8 @@ def _read_layout(record: dict) -> Chat:
 def usual_key(record: dict, names: list[str]) -> str | None:
     """Return the first of `names` that holds something, else one that is empty but not null."""
     there = [name for name in names if record.get(name) is not None]
-    return next((name for name in there if record[name] not in ("", [])), next(iter(there), None))
+    filled = [name for name in there if record[name] not in ("", [])]
+    return next(iter(filled + there), None)
 
 
 def chat_key(record: dict) -> str | None:

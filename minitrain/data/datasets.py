@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from minitrain.data.files import held_out_apart
 from minitrain.data.latents import open_latents
+from minitrain.data.preferences import open_pairs
 from minitrain.data.sft import open_chats
 from minitrain.data.text import open_data
 from minitrain.settings import Config
@@ -21,6 +22,8 @@ def open_dataset(config: Config) -> tuple:
         return trained[0], held[1] or held[0]
     if config.task == "diffusion":
         return open_latents(config)
+    if config.task == "dpo":
+        return open_pairs(config)
     if config.task in ("sft", "lora"):
         return open_chats(config)
     return open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)

@@ -207,7 +207,11 @@ def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
             tokens += eos
             ends.append(len(tokens) // dtype.itemsize - 1)
             sizes.append(len(text.encode("utf-8")))
-    return Corpus(np.frombuffer(tokens, dtype), np.array(ends, np.int64), np.array(sizes, np.int64))
+    return Corpus(
+        np.frombuffer(tokens, dtype),
+        np.array(ends, np.int64),
+        np.array(sizes, np.int64),
+    )
 
 
 def read_documents(files: list[Path], field: str) -> Iterator[str]:

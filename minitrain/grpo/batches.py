@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from minitrain.parallel.pipeline_split import pipeline_needs
 from minitrain.settings import Config, Parallel
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row, stack
+from minitrain.training.packing import PADDING, Batch, first_fit_decreasing, pack_row, stack
 
 # the model's inputs for one sequence: each value is [tokens - 1], since the last token only labels
 Example = dict[str, np.ndarray]
@@ -47,9 +46,7 @@ class Response:
     settings: str = ""
 
 
-def micro_batches(
-    samples: list[Example], config: Config, rank: int, ranks: int
-) -> list[dict[str, Tensor]]:
+def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int) -> list[Batch]:
     """Return the micro-batches of data-parallel rank `rank` of `ranks`, values [micro, seq].
 
     The samples are packed into rows; all ranks get equally many, padded with empty rows.

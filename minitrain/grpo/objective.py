@@ -58,8 +58,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.settings import GRPO
-from minitrain.training.log_probs import linear_log_probs
+from minitrain.training.log_probs import call, linear_log_probs
 from minitrain.training.loss import IGNORE
+from minitrain.training.packing import Batch
 
 # log-ratios are clamped to +- this before exp, which would overflow
 LOG_RATIO_LIMIT = 20.0
@@ -198,20 +199,18 @@ class PolicyGradient:
         self.longest = longest
         self.sums: dict[str, Tensor] = {}
 
-    def count(self, batch: dict[str, Tensor]) -> int:
+    def count(self, batch: Batch) -> int:
         """Return what the sum of losses is divided by, of a batch [micro, seq]."""
         if self.settings.aggregation == "token":
             return int((batch["labels"] != IGNORE).sum())
         each = self.longest if self.settings.aggregation == "constant" else 1
         return int(batch["starts"].sum()) * each
 
-    def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the weighted sum of token losses of a batch [micro, seq], a scalar."""
         return call(model, batch, partial(self.head, batch))
 
-    def head(
-        self, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor, labels: Tensor
-    ) -> Tensor:
+    def head(self, batch: Batch, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted sum of token losses, a scalar. The model calls this as its head.
 
         hidden: [micro, seq, hidden]; weight: [vocab, hidden]; labels: [micro, seq].
@@ -248,26 +247,6 @@ class PolicyGradient:
         }
 
 
-class LogProbs:
-    """The pass that computes log-probabilities, with the interface of an objective."""
-
-    def __init__(self, temperature: float):
-        self.temperature = temperature
-
-    def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return the labels' log-probabilities, fp32 [micro, seq]."""
-        return call(model, batch, lambda *inputs: linear_log_probs(*inputs, self.temperature)[0])
-
-
-def call(model: Module, batch: dict[str, Tensor], head: Callable[..., Tensor]) -> Tensor:
-    """Return head(hidden [micro, seq, hidden], weight [vocab, hidden], labels) for a batch."""
-    return model(
-        batch["tokens"],
-        **{key: batch[key] for key in ("positions", "document_ids", "labels")},
-        head=head,
-    )
-
-
 TERMS = (
     "clip_fraction",
     "kl",
@@ -279,7 +258,7 @@ TERMS = (
 
 
 def token_losses(
-    settings: GRPO, log_probs: Tensor, batch: dict[str, Tensor]
+    settings: GRPO, log_probs: Tensor, batch: Batch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each token's loss, 0 without a label, and terms to log; all [rows, seq].
 

@@ -7,28 +7,26 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import Example, micro_batches, reply_sample, response_sample
-from minitrain.grpo.objective import LogProbs, PolicyGradient
+from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.grpo.weight_sync import Shards
 from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
 from minitrain.parallel.context import own_tokens
 from minitrain.parallel.mesh import Meshes, sum_over
-from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import full_tensor, local_shard, to_local
 from minitrain.settings import Config
 from minitrain.training.adamw import random_bits, round_stochastically
 from minitrain.training.build import build_model
-from minitrain.training.loop import Trainer, forward_backward, is_finite, to_device
+from minitrain.training.log_probs import LogProbs
+from minitrain.training.loop import Trainer, forward_backward, is_finite
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients, make_optimizer, update_weights
-
-Batch = dict[str, Tensor]
+from minitrain.training.packing import Batch
 
 
 class PolicyTrainer:
@@ -103,25 +101,16 @@ class PolicyTrainer:
         batches = micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
         return [own_tokens(each, cp, self.config.parallel.context) for each in batches]
 
-    @torch.no_grad()
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
         """Add the labels' log-probabilities under `model` to each batch, fp32 [micro, seq / cp].
 
         In a pipeline only the last stage has them.
         """
         objective = LogProbs(self.config.rollout.temperature)
-        inputs = [to_device(batch, self.device) for batch in batches]
-        if isinstance(model, Pipeline):
-            outputs = model.outputs(objective, inputs)
-        else:
-            outputs = [objective.loss(model, batch) for batch in inputs]
+        outputs = self.trainer.outputs(objective, batches, model)
         # earlier stages of a pipeline have no outputs
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output
-        for module in model.modules():
-            # FSDP frees gathered weights in the backward pass, and here is none
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def states(self) -> list[Tensor]:
         """Return the optimizer's state tensors [...], but for step counts, which are scalars."""

@@ -172,6 +172,13 @@ def widest_dimension(parameter: Parameter, ranks: int) -> Shard:
     )
 
 
+def reshard(model: Module) -> None:
+    """Free gathered weights, as FSDP does in the backward pass, where there was none."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_gradient_sync(model: FSDPModule, last: bool) -> None:
     """Tell FSDP whether the next backward pass is a step's last.
 

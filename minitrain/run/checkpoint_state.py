@@ -74,8 +74,9 @@ def prepare_optimizer(
     `parameter name/key`.
 
     What has its parameter's shape is sharded like it, and of the type in
-    `optimizer.defaults["states"]`, or else the parameter's, which reading converts to; the rest are
-    scalars, such as Adam's step, which fused kernels read beside the weights.
+    `optimizer.defaults["states"]`, or else the parameter's (averages are fp32), which reading
+    converts to; the rest are scalars, such as Adam's step, which fused kernels read beside the
+    weights.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer.state.clear()
@@ -87,6 +88,8 @@ def prepare_optimizer(
         parameter = parameters[name]
         if stored.size == parameter.shape:
             dtype = optimizer.defaults.get("states", parameter.dtype)
+            if key == "ema":
+                dtype = torch.float32
             tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             dtype = stored.properties.dtype

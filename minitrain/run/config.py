@@ -108,3 +108,14 @@ def _read_model(value: Any, kind: type) -> Model:
         raise InputError(f"model={name or path!r} is {wanted}")
     shape = model_config(name, **overrides) if name else dataclasses.replace(shape, **overrides)
     return Model(name, path, shape)
+
+
+def to_dict(config: Config) -> dict:
+    """Return the nested dict that `from_dict` reads back as the same config."""
+    tree = dataclasses.asdict(
+        config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items}
+    )
+    model = tree["model"]
+    fields = model.pop("config")
+    tree["model"] = {key: value for key, value in model.items() if value} | fields
+    return tree

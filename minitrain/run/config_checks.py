@@ -26,7 +26,7 @@ from minitrain.training.flow import check_diffusion
 
 VIDEOS = ("latents", "shapes")
 # tasks that train on them
-CHATS = ("sft", "lora")
+CHATS = ("sft", "lora", "dpo")
 
 
 def validate(c: Config) -> None:
@@ -103,7 +103,7 @@ def _value_faults(c: Config) -> Faults:
     )
     yield (
         d.packed is not None and c.task not in CHATS,
-        f"data.packed={str(d.packed).lower()} is for task=sft and lora, not for task={c.task} (leave it out)",
+        f"data.packed={str(d.packed).lower()} is for task=sft, lora and dpo, not for task={c.task} (leave it out)",
     )
     yield (
         isinstance(c.recompute, int) and c.recompute < 2,
@@ -291,6 +291,7 @@ def _grpo_faults(c: Config) -> Faults:
         c.data.kind not in ("mock", "jsonl"),
         f"data.kind={c.data.kind} holds no problems, as task=grpo needs (use jsonl or mock)",
     )
+    yield c.optim.ema, f"optim.ema={c.optim.ema} is not for task=grpo, which samples (use 0)"
     yield g.group < 2, f"grpo.group={g.group} must be at least 2"
     responses = g.prompts * g.group
     yield (

@@ -19,9 +19,10 @@ from minitrain.errors import InputError, readable
 from minitrain.formats.peft import adapter_files
 from minitrain.formats.weight_files import weight_files
 from minitrain.parallel.agreement import broadcast
+from minitrain.run.config import to_dict
 from minitrain.run.durable import write_durably
 from minitrain.run.same_run import check_same, code_digests, flatten
-from minitrain.settings import Config, Data, to_dict
+from minitrain.settings import Config, Data
 
 # of a file; a smaller one is read whole
 SAMPLES = 16

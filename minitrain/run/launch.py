@@ -26,6 +26,7 @@ from minitrain.parallel.compiling import check_overlap
 from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.parallel.shards import local_shard, to_local
 from minitrain.run import watch
+from minitrain.run.config import to_dict
 from minitrain.run.parallel_checks import check_layout
 from minitrain.run.rendezvous import (
     allow_open_files,
@@ -35,7 +36,7 @@ from minitrain.run.rendezvous import (
     world_size,
 )
 from minitrain.run.same_run import check_same, code_digests, flatten
-from minitrain.settings import Config, to_dict
+from minitrain.settings import Config
 from minitrain.training.build import initialize
 from minitrain.training.loop import Trainer, forward_backward
 

@@ -21,6 +21,7 @@ from minitrain.formats.config_hf import not_trained_with
 from minitrain.formats.peft import other_dropout, unreadable_note
 from minitrain.grpo.rewards import load_function
 from minitrain.parallel.agreement import broadcast
+from minitrain.run.config import to_dict
 from minitrain.run.config_yaml import to_yaml
 from minitrain.run.curves import curves
 from minitrain.run.durable import write_durably
@@ -29,7 +30,7 @@ from minitrain.run.health import WINDOW
 from minitrain.run.metrics_file import read_lines, to_line
 from minitrain.run.progress import LAYOUT, bar_width, goodness, summary, telling, validation
 from minitrain.run.tensorboard import Board
-from minitrain.settings import Config, to_dict
+from minitrain.settings import Config
 from minitrain.training.optim import warmup_steps
 
 PAUSE = 30.0  # seconds between lines, where they stand for a progress bar
@@ -81,7 +82,7 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
         )
     if first:
         return notes
-    if not config.model.path and (config.lora or config.task in ("sft", "grpo")):
+    if not config.model.path and (config.lora or config.task in ("sft", "grpo", "dpo")):
         notes.append("note: what is fine-tuned are random weights (model=FOLDER names others)")
     if config.task != "diffusion" and (left_out := ", ".join(not_trained_with(shape))):
         notes.append(f"note: config.json says {left_out}, which training here is without")

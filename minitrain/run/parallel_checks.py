@@ -50,8 +50,8 @@ def tensor_faults(config: Config) -> Faults:
     yield from division_faults("parallel.tp", p.tp, sizes)
     dropout = config.lora and config.lora.dropout
     yield (
-        p.async_tp and (config.task == "grpo" or dropout),
-        "parallel.async_tp=true is not for task=grpo or lora.dropout above 0 (use false)",
+        p.async_tp and (config.task in ("grpo", "dpo") or dropout),
+        "parallel.async_tp=true is not for task=grpo or dpo, or lora.dropout above 0 (use false)",
     )
     yield (
         p.async_tp and (p.tp == 1 or not config.compile),

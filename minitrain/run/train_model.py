@@ -30,6 +30,8 @@ from minitrain.run.progress import bits_per_byte, opening
 from minitrain.run.rendezvous import world_size
 from minitrain.run.task import run_task
 from minitrain.settings import Config
+from minitrain.training.dpo import add_reference
+from minitrain.training.ema import averaged_weights, check_averages
 from minitrain.training.loop import is_due, training_steps
 
 
@@ -77,12 +79,20 @@ class RowsTask:
         )
         self.wait = self.checkpointer.wait
         self.trainer = make_trainer(config, meshes)
+        if config.task == "dpo":
+            # before a checkpoint is read
+            add_reference(self.trainer, self.data, config.steps)
+            if config.validation.every:
+                add_reference(self.trainer, self.held_out, config.validation.batches)
+        self.averaged = partial(averaged_weights, self.trainer.model, self.trainer.optimizer)
         # one rank writes what all draw
         self.draw = partial(draw_shapes, self.trainer.model, write=dist.get_rank() == 0)
         names = ("loss", "tokens_per_sec", "tokens")
         self.first, self.last = resume(self.checkpointer, config, self.trainer, *names)
+        self.notes = check_averages(self.trainer.optimizer, config.optim, self.first)
 
     def about(self) -> Iterator[str]:
+        yield from self.notes
         if about := getattr(self.data, "about", None):
             yield about
         if self.config.data.kind == "shapes" and not self.first:
@@ -102,7 +112,8 @@ class RowsTask:
         config = self.config
         step = numbers["step"]
         if config.validation.every and is_due(step, config.validation.every, config.steps):
-            loss = self.trainer.evaluate(self.held_out, stopping)
+            with self.averaged():
+                loss = self.trainer.evaluate(self.held_out, stopping)
             if loss is None:
                 return False
             numbers["val_loss"] = loss
@@ -110,10 +121,12 @@ class RowsTask:
                 numbers["val_bits_per_byte"] = bits_per_byte(loss, self.bytes_per_token)
         if step == config.steps and config.validation.exact_match:
             questions = self.held_out.questions(config.validation.exact_match)
-            numbers["val_exact_match"] = exact_match(self.trainer.model, questions)
+            with self.averaged():
+                numbers["val_exact_match"] = exact_match(self.trainer.model, questions)
         return True
 
     def end(self) -> Iterator[str]:
-        if self.config.data.kind == "shapes":
-            yield self.draw(self.folder / "after.png")
-        export(self.trainer, self.config, self.folder, getattr(self.data, "asks", None))
+        with self.averaged():
+            if self.config.data.kind == "shapes":
+                yield self.draw(self.folder / "after.png")
+            export(self.trainer, self.config, self.folder, getattr(self.data, "asks", None))

@@ -46,6 +46,7 @@ from minitrain.simulator.repeat import RepeatedGraph
 from minitrain.simulator.trace import Trace, Tracer
 from minitrain.training import build
 from minitrain.training.build import make_model
+from minitrain.training.ema import update_averages
 from minitrain.training.footprint import describe_sizes, footprint
 from minitrain.training.loop import Trainer
 
@@ -282,6 +283,8 @@ def make_optimizer_states(trainer: Trainer) -> None:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     trainer.optimizer.step()
+    if trainer.config.optim.ema:
+        update_averages(trainer.optimizer, trainer.config.optim, 0, torch.tensor(True))
     trainer.optimizer.zero_grad(set_to_none=True)
 
 

@@ -20,6 +20,7 @@ from torch.nn import Module
 from minitrain.errors import InputError
 from minitrain.hashing import seed_of
 from minitrain.settings import Diffusion
+from minitrain.training.packing import Batch
 
 # n * GOLDEN_RATIO % 1 covers [0, 1) evenly for any range of n
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -44,11 +45,11 @@ class FlowMatching:
         self.patch_elements = patch_elements
         self.totals = None
 
-    def count(self, batch: dict[str, Tensor]) -> int:
+    def count(self, batch: Batch) -> int:
         latents = batch["latents"]
         return latents.numel() if self.settings.reduction == "element" else len(latents)
 
-    def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         latents = batch["latents"]
         noise = batch["noise"]
         sigma = batch["sigma"].float()
@@ -139,6 +140,8 @@ def check_diffusion(settings: Diffusion) -> None:
     limits = f"diffusion.sigma_min={settings.sigma_min} and sigma_max={settings.sigma_max}"
     if not 0 <= settings.sigma_min < settings.sigma_max <= 1:
         raise InputError(f"{limits} must be between 0 and 1, the first below the second")
+    if settings.weighting == "sigma_sqrt" and not settings.sigma_min:
+        raise InputError("diffusion.weighting=sigma_sqrt needs sigma_min above 0 (use 0.001)")
     if not sum(probabilities(settings).values()) > 1e-9:
         raise InputError(
             f"{limits}: diffusion.sampling={settings.sampling} draws no sigma between these"
@@ -179,6 +182,10 @@ def weight(sigma: Tensor, settings: Diffusion) -> Tensor:
         return 1 + settings.shift * sigma
     if settings.weighting == "bell":
         return bell(sigma) / bell_mean(settings.shift)
+    if settings.weighting == "sigma_sqrt":
+        return sigma**-2
+    if settings.weighting == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
     return torch.ones_like(sigma)
 
 
@@ -216,7 +223,7 @@ class Noised:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def row(self, n: int) -> dict[str, Tensor]:
+    def row(self, n: int) -> Batch:
         """Return the dataset's row n with noise, of the shape of its latents, and a scalar sigma."""
         row = dict(self.dataset.row(n))
         negative = row.pop("negative", torch.zeros_like(row["text"]))

@@ -1,8 +1,8 @@
 """Estimate the bytes of a rank's weights, gradients and optimizer states before allocating them.
 
 Bytes per parameter: weights 4 (2 with precision=bf16-pure, or if frozen with bf16), gradients as
-many as weights, AdamW's states 8 (4 with optim.states=bf16). Left out: activations, gathered
-weights, and what libraries take.
+many as weights, AdamW's states 8 (4 with optim.states=bf16), averages 4 (optim.ema). Left out:
+activations, gathered weights, and what libraries take.
 """
 
 import math
@@ -32,6 +32,7 @@ def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, 
     parts = [to_local(parameter) for parameter in model.parameters()]
     learned = [part for part in parts if part.requires_grad and trained]
     moments = {"fp32": 8, "bf16": 4}[config.optim.states] if config.optim.name == "adamw" else 0
+    moments += 4 * (config.optim.ema > 0)
     return {
         "weights": sum(part.nbytes for part in parts),
         "gradients": sum(part.nbytes for part in learned),

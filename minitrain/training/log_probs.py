@@ -4,8 +4,11 @@ For objectives that are other functions of these than a sum. The gradient of eac
 until the backward pass, which therefore computes the logits again.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from minitrain.models.onednn import matmul
 from minitrain.training.loss import (
@@ -16,6 +19,29 @@ from minitrain.training.loss import (
     split_chunks,
     vocab_shard,
 )
+from minitrain.training.packing import Batch
+
+
+class LogProbs:
+    """The pass that computes log-probabilities, with the interface of an objective."""
+
+    def __init__(self, temperature: float = 1.0):
+        self.temperature = temperature
+
+    def loss(self, model: Module, batch: Batch) -> Tensor:
+        """Return the labels' log-probabilities, fp32 [micro, seq]."""
+
+        def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            log_probs, _ = linear_log_probs(hidden, weight, labels, self.temperature)
+            return log_probs
+
+        return call(model, batch, head)
+
+
+def call(model: Module, batch: Batch, head: Callable[..., Tensor]) -> Tensor:
+    """Return head(hidden [micro, seq, hidden], weight [vocab, hidden], labels) for a batch."""
+    inputs = {key: batch[key] for key in ("positions", "document_ids", "labels")}
+    return model(batch["tokens"], **inputs, head=head)
 
 
 def linear_log_probs(

@@ -17,15 +17,16 @@ from torch.nn import Module
 
 from minitrain.models.router import Router, update_selection_bias
 from minitrain.parallel.context import own_tokens
-from minitrain.parallel.fsdp import set_gradient_sync
+from minitrain.parallel.fsdp import reshard, set_gradient_sync
 from minitrain.parallel.mesh import Meshes, sum_over
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.settings import Config
 from minitrain.training.build import build_model
+from minitrain.training.ema import update_averages
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import check_objective, make_objective
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
-from minitrain.training.packing import rows
+from minitrain.training.packing import Batch, rows
 
 
 class Trainer:
@@ -50,7 +51,7 @@ class Trainer:
         self.model = build_model(config, meshes, fill)
         self.optimizer = make_optimizer(self.model, config.optim)
 
-    def micro_batches(self, dataset, step: int, read: Callable = rows) -> list[dict[str, Tensor]]:
+    def micro_batches(self, dataset, step: int, read: Callable = rows) -> list[Batch]:
         """Read this rank's rows of step 0, 1, ...; all ranks together read consecutive rows.
 
         read(dataset, numbers): returns a batch of rows.
@@ -60,15 +61,18 @@ class Trainer:
         ranks = self.meshes.batch
         share = batch.global_ // ranks.size()
         first = step * batch.global_ + ranks.get_local_rank() * share
-        starts = range(first, first + share, batch.micro)
-        batches = (read(dataset, range(n, n + batch.micro)) for n in starts)
-        return [own_tokens(each, self.meshes.cp, self.config.parallel.context) for each in batches]
+        micro_batches = []
+        for n in range(first, first + share, batch.micro):
+            whole = read(dataset, range(n, n + batch.micro))
+            own = own_tokens(whole, self.meshes.cp, self.config.parallel.context)
+            micro_batches.append(own)
+        return micro_batches
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
         """Run one optimizer step on the rows of `step`. Return loss and grad_norm, on the device."""
         return self.update(self.micro_batches(dataset, step), step)
 
-    def update(self, micro_batches: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
+    def update(self, micro_batches: list[Batch], step: int) -> dict[str, Tensor]:
         """Run one optimizer step on this rank's micro-batches, at the learning rate of `step`.
 
         If loss or norm is not finite, no rank changes anything: all ranks have the same values.
@@ -80,12 +84,32 @@ class Trainer:
         norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip, self.meshes.pp)
         finite = loss.isfinite() & norm.isfinite()
         update_weights(self.optimizer, finite)
+        if self.config.optim.ema:
+            update_averages(self.optimizer, self.config.optim, step, finite)
         self.optimizer.zero_grad(set_to_none=True)
         # Wan has no experts
         speed = getattr(self.config.model.config, "bias_update_speed", 0)
         if speed:
             update_selection_bias(self.model, speed * finite, partial(sum_over, self.meshes.tokens))
         return {"loss": loss, "grad_norm": norm}
+
+    @torch.no_grad()
+    def outputs(self, objective, batches: list[Batch], model: Module | None = None) -> list[Tensor]:
+        """Return objective.loss of each batch, by default under the model that is trained.
+
+        In a pipeline only the last stage has them; others get an empty list.
+        """
+        model = model or self.model
+        inputs = [to_device(batch, self.device) for batch in batches]
+        if isinstance(model, Pipeline):
+            return model.outputs(objective, inputs)
+        results = [objective.loss(model, batch) for batch in inputs]
+        reshard(model)
+        return results
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over ranks with other rows; in a pipeline the last stage's ranks have it."""
+        return sum_over(self.meshes.pp, sum_over(self.meshes.batch, tensor.to(self.device)))
 
     @torch.no_grad()
     def evaluate(self, dataset, stopping: Callable[[], bool] = lambda: False) -> float | None:
@@ -114,7 +138,7 @@ class Trainer:
         return total / max(count, 1)
 
 
-def rows_once(dataset, numbers: range) -> dict[str, Tensor]:
+def rows_once(dataset, numbers: range) -> Batch:
     """Read `rows`, and set the labels of those after the first epoch to IGNORE."""
     batch = rows(dataset, numbers)
     if "labels" in batch:
@@ -135,7 +159,7 @@ def dropout_seed(seed: int, step: int, meshes: Meshes) -> int:
 def forward_backward(
     model: Module,
     objective,
-    micro_batches: list[dict[str, Tensor]],
+    micro_batches: list[Batch],
     meshes: Meshes,
     device: torch.device,
 ) -> Tensor:
@@ -151,9 +175,7 @@ def forward_backward(
     return total
 
 
-def accumulate_gradients(
-    model: Module, objective, batches: list[dict[str, Tensor]], count: Tensor
-) -> Tensor:
+def accumulate_gradients(model: Module, objective, batches: list[Batch], count: Tensor) -> Tensor:
     """Run forward and backward of each micro-batch. Return this rank's loss sum / count, a scalar."""
     total = torch.zeros((), device=count.device)
     for i, batch in enumerate(batches):
@@ -174,7 +196,7 @@ def global_count(objective, micro_batches, meshes: Meshes, device: torch.device)
 
 
 def set_token_counts(
-    model: Module, micro_batches: list[dict[str, Tensor]], meshes: Meshes, device: torch.device
+    model: Module, micro_batches: list[Batch], meshes: Meshes, device: torch.device
 ) -> None:
     """Set the routers' number of tokens in the step, on all ranks and without padding.
 
@@ -192,7 +214,7 @@ def set_token_counts(
             router.tokens_per_step = count
 
 
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
@@ -205,9 +227,10 @@ def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator
     tokens = config.batch.global_ * config.batch.seq_len
     began = time.perf_counter()
     for step in range(start, config.steps):
-        metrics = {key: value.item() for key, value in trainer.step(dataset, step).items()}
+        numbers = trainer.step(dataset, step)
+        metrics = {key: value.item() for key, value in numbers.items()}
         metrics["skipped"] = int(not is_finite(metrics))
-        metrics |= trainer.objective.metrics(partial(sum_over, trainer.meshes.batch))
+        metrics |= trainer.objective.metrics(trainer.total)
         # the size of videos varies
         filled = round(metrics.get("video_tokens", tokens))
         now = time.perf_counter()

@@ -28,12 +28,16 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.settings import Config, Parallel
+from minitrain.training.dpo import Preferences
 from minitrain.training.flow import FlowMatching
 from minitrain.training.loss import IGNORE, linear_cross_entropy
+from minitrain.training.packing import Batch
 
 
-def make_objective(config: Config) -> "LanguageModeling | FlowMatching":
+def make_objective(config: Config) -> "LanguageModeling | FlowMatching | Preferences":
     """Return the objective of the config's task (grpo/ has its own)."""
+    if config.task == "dpo":
+        return Preferences(config.dpo)
     if config.task != "diffusion":
         return LanguageModeling()
     model = config.model.config
@@ -59,10 +63,10 @@ class LanguageModeling:
 
     layouts = ("cp", "pp")
 
-    def count(self, batch: dict[str, Tensor]) -> int:
+    def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORE).sum())
 
-    def loss(self, model: Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         batch = dict(batch)
         return model(batch.pop("tokens"), **batch, head=linear_cross_entropy)
 

@@ -103,8 +103,12 @@ def clip_gradients(
     by_mesh: dict = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [full_tensor(total_norm([p.grad for p in group])) for group in by_mesh.values()]
+            mesh = getattr(parameter.grad, "device_mesh", None)
+            by_mesh.setdefault(mesh, []).append(parameter)
+    norms = []
+    for group in by_mesh.values():
+        norm = total_norm([p.grad for p in group])
+        norms.append(full_tensor(norm))
     if not norms:
         # a stage of a pipeline may have nothing to train
         norms = [torch.zeros((), device=parameters[0].device)]

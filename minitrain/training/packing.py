@@ -13,6 +13,8 @@ from torch import Tensor
 
 from minitrain.training.loss import IGNORE
 
+# tensors by name: of a row [seq, ...], of several [rows, seq, ...]
+Batch = dict[str, Tensor]
 # values with which `pack_row` fills the end of rows of text
 PADDING = {"tokens": 0, "labels": IGNORE}
 
@@ -45,9 +47,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return [row for row in rows if row]
 
 
-def pack_row(
-    samples: list[dict[str, np.ndarray]], length: int, padding: dict[str, float]
-) -> dict[str, Tensor]:
+def pack_row(samples: list[dict[str, np.ndarray]], length: int, padding: dict[str, float]) -> Batch:
     """Concatenate samples to one row and fill it up to `length`.
 
     samples: each value is [n], n the length of the sample.
@@ -68,11 +68,11 @@ def pack_row(
     return {key: torch.from_numpy(column) for key, column in columns.items()}
 
 
-def rows(dataset, numbers: Iterable[int]) -> dict[str, Tensor]:
+def rows(dataset, numbers: Iterable[int]) -> Batch:
     """Stack rows `numbers` of a dataset: each value is [len(numbers), ...]."""
     return stack([dataset.row(n) for n in numbers])
 
 
-def stack(each: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def stack(each: list[Batch]) -> Batch:
     # [...] of each row -> [rows, ...]
     return {key: torch.stack([row[key] for row in each]) for key in each[0]}

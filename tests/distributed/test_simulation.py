@@ -15,7 +15,10 @@ from minitrain.training.loop import Trainer
 
 BATCH = {"global": 8, "micro": 2, "seq_len": 256}
 TREES = {
-    "dense": {"model": "llama3-8b-tiny", "batch": BATCH, "parallel": {"dp_shard": 2, "tp": 2}, "recompute": "full"},
+    "dense": {
+        "model": "llama3-8b-tiny", "batch": BATCH, "parallel": {"dp_shard": 2, "tp": 2}, "recompute": "full",
+        "optim": {"ema": 0.9},
+    },
     "experts": {
         "model": {"name": "qwen3-30b-a3b-tiny", "fake_balanced_gate": True}, "batch": BATCH, "precision": "bf16",
         "parallel": {"dp_shard": 4, "ep": 2},

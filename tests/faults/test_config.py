@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
-from minitrain.run.config import from_dict, load
+from minitrain.run.config import from_dict, load, to_dict
 from minitrain.run.parallel_checks import check_layout
-from minitrain.settings import Config, Model, to_dict
+from minitrain.settings import Config, Model
 from minitrain.training.build import make_model
 
 FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
