@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
         write_report([*sorted(map(str, RESULTS.rglob("*.jsonl"))), *options.report], options.out)
     else:
         if options.simulate:
-            tracers.start()
+            tracers.start_server()
         if options.generate:
             cli.use_huge_pages()
         from minitrain.benchmark import bench  # brings torch, which takes seconds

@@ -455,7 +455,8 @@ def test_training_and_sampling_leave_each_other_their_memory():
 def test_compiled_steps_give_the_same_tokens(name, monkeypatch):
     """With four rows, two and one; weights that change in place make nothing compile again."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setattr(engine, "Batch", compiling_batch)  # experts in fp32 wait for the device, and would not compile
+    # experts in fp32 wait for the device, and would not compile
+    monkeypatch.setattr(engine, "DecodingBatch", compiling_batch)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 24 if name == "deepseek-v3" else 16}
     model, prompts, graphs = make(name, **heads).cuda(), prompts_of((1, 60, 140)), []
     sampler = Sampler(model, settings=Rollout(slots=4, page_size=128, pages=10, steps=4, compile=True))

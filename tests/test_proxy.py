@@ -218,8 +218,8 @@ def test_a_run_here_is_not_compared_with_a_run_there(monkeypatch, tmp_path, simu
     config, options = load_row(row, [])[1], bench.parser().parse_args(["--simulate"] if simulated else [])
     options.system = "dgx-h100"
     monkeypatch.setattr(benchmark, "measure", made_up)
-    monkeypatch.setattr(simulate_policy, "figures", made_up)
-    for name in ("record", "timed"):
+    monkeypatch.setattr(simulate_policy, "simulated_figures", made_up)
+    for name in ("record", "time_traces"):
         monkeypatch.setattr(simulate_policy, name, lambda *_: None)
     found = benchmark.run("row", config, options)
     assert found["changed"] == changed

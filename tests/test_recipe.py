@@ -11,7 +11,7 @@ from minitrain.benchmark import layouts
 from minitrain.run.config import from_dict
 from minitrain.simulator import recipe
 from minitrain.simulator.recipe import as_published
-from minitrain.simulator.simulate import Simulation, launch_seconds, timed
+from minitrain.simulator.simulate import Simulation, launch_seconds, time_traces
 from minitrain.simulator.simulate_policy import Stack, policy_figures
 from minitrain.simulator.timeline import load_system, play
 from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace
@@ -74,7 +74,7 @@ def test_a_host_that_launches_each_layer_of_experts():
     host = 4 * (5 + 0.5 * 8)
     for busy in (1, 2 * host):  # seconds
         trace = trace_of(replace(ATTENTION, flops=int(busy * CAUSAL.forward)))
-        found = timed(config_with(), {0: trace}, replace(slow, step=3.0)).step
+        found = time_traces(config_with(), {0: trace}, replace(slow, step=3.0)).step
         assert found == pytest.approx(max(host, busy + 3))
 
 
@@ -112,16 +112,16 @@ def test_a_pipeline_that_fills_and_drains_several_times():
     config.reference["recipe"] = {"micro_batches": 6}  # once, and a third of the same
     assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx(4 / 3 * (6 + 1) * 3)
     for at_once, steps in ((8, 8 + 1), (4, 2 * (4 + 1))):  # where the time goes is all of it, what is no work is bubble
-        parts = timed(config, traces, SYSTEM, at_once).breakdown(place=1)
+        parts = time_traces(config, traces, SYSTEM, at_once).breakdown(place=1)
         idle = pytest.approx((steps - 8) * 3)
         nothing = {"exposed communication": pytest.approx(0), "gaps": 0}
         assert parts == {"attention": pytest.approx(8 * 3), "bubble": idle} | nothing
     waits = replace(SYSTEM, step=1.0)  # for the host, which is no bubble
-    assert timed(config, traces, waits, 8).breakdown(place=1) == parts | {"bubble": pytest.approx(3), "gaps": 1}
+    assert time_traces(config, traces, waits, 8).breakdown(place=1) == parts | {"bubble": pytest.approx(3), "gaps": 1}
     for trace in traces.values():  # 2 s to gather weights, which then stay
         trace.events.insert(0, replace(ATTENTION, flops=int(2 * CAUSAL.forward)))
         trace.marks = [(index + 1, label) for index, label in trace.marks]
-    gathers = timed(config, traces, SYSTEM, 4)
+    gathers = time_traces(config, traces, SYSTEM, 4)
     assert gathers.step == pytest.approx(2 + 2 * (4 + 1) * 3) and gathers.idle == pytest.approx([2 * 3] * 2)
 
 
@@ -147,7 +147,7 @@ def test_a_row_without_another_layout_has_one():
 def test_what_a_policy_was_trained_with(monkeypatch):
     """The seconds and the FLOPs of the same step on another stack."""
     config, simulation = policy(reference={"gpus": 8, "recipe": {"stack": "nemo-rl"}}), Simulation({}, {}, 1, 1, 99.0)
-    monkeypatch.setattr(recipe, "timed", lambda config, traces, system: simulation)
+    monkeypatch.setattr(recipe, "time_traces", lambda config, traces, system: simulation)
     stack, found = constants("stacks")["nemo-rl"], as_published(config, "row", SYSTEM, simulation)
     theirs = replace(SYSTEM, **stack["rates"])
     assert found == policy_figures(config, theirs, simulation, Stack(**stack["policy"]))

@@ -12,7 +12,7 @@ from minitrain import Sampler, SamplingParams
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.recompute import recompute
 from minitrain.rollout import compiled, cpu_attention, engine, weights
-from minitrain.rollout.batch import Batch
+from minitrain.rollout.batch import DecodingBatch
 from minitrain.settings import Lora, Rollout
 from tests.test_rollout_engine import make, prompts_of, trainer_logprobs, uncached
 
@@ -31,8 +31,8 @@ class Counter:
         return graph.forward
 
 
-def compiling_batch(*args) -> Batch:
-    batch = Batch(*args)
+def compiling_batch(*args) -> DecodingBatch:
+    batch = DecodingBatch(*args)
     batch.compiles = True
     return batch
 
@@ -46,7 +46,7 @@ def sampler_graphs(request, monkeypatch):
     """Blocks compile as they do there; on CUDA apart from their caches, with products joined in place of packed."""
     counter = Counter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr(engine, "Batch", compiling_batch)
+    monkeypatch.setattr(engine, "DecodingBatch", compiling_batch)
     if request.param == "CUDA":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
         monkeypatch.setattr(weights, "can_join", lambda device: True)
@@ -143,6 +143,6 @@ def test_which_steps_compile():
     compiling = []
     for device, compile, graphs in product(("cpu", "meta"), (False, True), (False, True)):
         sampler.device, sampler.compiles = torch.device(device), compile
-        if Batch(sampler, 2, graphs).compiles:
+        if DecodingBatch(sampler, 2, graphs).compiles:
             compiling.append((device, compile, graphs))
     assert compiling == [("cpu", True, False), ("cpu", True, True), ("meta", True, True)]

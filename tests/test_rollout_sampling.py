@@ -15,8 +15,8 @@ from minitrain.models.zoo import model_config
 from minitrain.rollout import compiled as compiled_blocks
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import (
-    CHUNK,
     MIN_TEMPERATURE,
+    NOISE_CHUNK,
     SamplingParams,
     SamplingState,
     argmax,
@@ -178,7 +178,7 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: calls.append(function) or compile(function))
     compiled_sample_tokens.cache_clear()
     logits, positions = torch.randn(6, 40_000, generator=torch.Generator().manual_seed(0)), torch.arange(6)
-    assert logits.numel() > CHUNK
+    assert logits.numel() > NOISE_CHUNK
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Dynamo")
         for settings in (choice(6), choice(6, temperature=0.7), choice(6, temperature=0)):
@@ -189,7 +189,7 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
     model = Decoder(model_config("qwen3-32b-tiny"))
     eager, compiled = (Sampler(model, settings=Rollout(compile=on)) for on in (False, True))
     compiled_sample_tokens.cache_clear()
-    monkeypatch.setattr(compiled_blocks, "run", lambda block, groups, *args: Block.forward(block, *args))
+    monkeypatch.setattr(compiled_blocks, "run_block", lambda block, groups, *args: Block.forward(block, *args))
     runs = [sampler.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4)) for sampler in (eager, compiled)]
     assert [each.tokens for each in runs[0]] == [each.tokens for each in runs[1]]
     assert calls == [sample_tokens, sample_tokens]

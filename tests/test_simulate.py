@@ -23,16 +23,16 @@ from minitrain.run.parallel_checks import micro_batches
 from minitrain.settings import Lora
 from minitrain.simulator import sweep
 from minitrain.simulator.chrome import write_trace
-from minitrain.simulator.fake_world import attend, counting_mask, fake_world, stand_ins, trace_step
+from minitrain.simulator.fake_world import counting_mask, fake_attend, fake_world, stand_ins, trace_step
 from minitrain.simulator.replay import Replay
 from minitrain.simulator.simulate import (
     Simulation,
     action_spans,
     few_micro_batches,
-    figures,
     record,
     representatives,
-    timed,
+    simulated_figures,
+    time_traces,
 )
 from minitrain.simulator.timeline import Span, Timeline, load_system
 from minitrain.simulator.trace import Trace, Tracer
@@ -134,8 +134,8 @@ def test_model_flops_of_packed_documents_are_those_that_run():
     visible = visible_share(open_dataset(config)[0])
     assert visible < 0.7  # several documents
     trace = trace_step(config, 2, visible=visible)
-    simulation = timed(config, {0: trace}, load_system("dgx-h100"))
-    found = figures(config, "row", load_system("dgx-h100"), simulation)
+    simulation = time_traces(config, {0: trace}, load_system("dgx-h100"))
+    found = simulated_figures(config, "row", load_system("dgx-h100"), simulation)
     model = found["clean_tflops_per_gpu"] * 1e12 * found["step_time_s"]
     again = 2 * count_work(config.model.config).attention * 512 * visible / 2 * 512
     assert model == pytest.approx(trace.flops() - again, rel=1e-6)
@@ -160,7 +160,7 @@ def test_attention_runs_on_the_kernel_that_a_gpu_would_take(given, form, sizes, 
     queries = len(given.get("q_positions", range(64)))
     with fake_world(1), FakeTensorMode(), Tracer({}) as tracer:
         q, kv = torch.empty(2, 4, queries, 16), torch.empty(2, 2, 64, 16)
-        attend(q, kv, kv, counting_mask(1.0, 64, "cpu", **given))
+        fake_attend(q, kv, kv, counting_mask(1.0, 64, "cpu", **given))
     (event,) = (event for event in tracer.trace.events if event.kind == "attention")
     assert (event.form, event.sizes) == (form, sizes)
     assert event.flops == 2 * 2 * 4 * queries * flops * 32
@@ -178,7 +178,7 @@ def test_attention_counts_in_whatever_file_a_model_is(monkeypatch):
     mine.attention = attention
     monkeypatch.setitem(sys.modules, mine.__name__, mine)
     with stand_ins(1.0):
-        assert mine.attention is attend
+        assert mine.attention is fake_attend
     assert mine.attention is attention
 
 

@@ -15,7 +15,7 @@ from minitrain.run.parallel_checks import check_layout, stated_ranks
 from minitrain.simulator.simulate import Simulation
 from minitrain.simulator.simulate_policy import (
     HOST_LINK,
-    SPREAD,
+    LENGTH_SPREAD,
     Stack,
     decoding_seconds,
     forward_share,
@@ -33,8 +33,8 @@ READS = Reads(shared=1000, expert=100, token=0.5, heads=8)  # in each of 4 layer
 
 def mean_of_cut_off(location: float, limit: float) -> float:
     """Of a log-normal whose values beyond the limit become the limit."""
-    normal, cut = NormalDist(), (math.log(limit) - location) / SPREAD
-    below = math.exp(location + SPREAD**2 / 2) * normal.cdf(cut - SPREAD)
+    normal, cut = NormalDist(), (math.log(limit) - location) / LENGTH_SPREAD
+    below = math.exp(location + LENGTH_SPREAD**2 / 2) * normal.cdf(cut - LENGTH_SPREAD)
     return below + limit * (1 - normal.cdf(cut))
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minitrain.simulator.fake_world import fake_world
-from minitrain.simulator.operators import work
+from minitrain.simulator.operators import operator_work
 from minitrain.simulator.trace import Trace, Tracer
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def meta(*shape: int) -> torch.Tensor:
     ],
 )
 def test_products(op, operands, out, expected):
-    found = work(op.default, op.__name__, [meta(*shape) for shape in operands], {}, meta(*out))
+    found = operator_work(op.default, op.__name__, [meta(*shape) for shape in operands], {}, meta(*out))
     assert (found["flops"], found["kind"], found["sizes"]) == expected
 
 
@@ -55,11 +55,11 @@ def test_attention(causal):
     q, k, v = meta(2, 3, 8, 16), meta(2, 3, 10, 16), meta(2, 3, 10, 5)
     pairs = 2 * 3 * 8 * 10 / (2 if causal else 1)
     forward = aten._scaled_dot_product_flash_attention_for_cpu
-    found = work(forward.default, "x", (q, k, v, 0.0, causal), {}, None)
+    found = operator_work(forward.default, "x", (q, k, v, 0.0, causal), {}, None)
     form = {"kind": "attention", "sizes": (16, 5 if causal else 10), "form": "causal" if causal else "full"}
     assert found == form | {"flops": 2 * pairs * (16 + 5)}
     given = (meta(2, 3, 8, 5), q, k, v, meta(2, 3, 8, 5), meta(2, 3, 8), 0.0, causal)
-    found = work(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, "x", given, {}, None)
+    found = operator_work(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, "x", given, {}, None)
     assert found == form | {"flops": 2 * pairs * (16 + 5 + 5 + 16 + 16)}
 
 

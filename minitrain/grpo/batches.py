@@ -46,7 +46,9 @@ class Response:
     settings: str = ""
 
 
-def micro_batches(samples: list[Example], config: Config, rank: int, ranks: int) -> list[Batch]:
+def pack_micro_batches(
+    samples: list[Example], config: Config, rank: int, ranks: int
+) -> list[Batch]:
     """Return the micro-batches of data-parallel rank `rank` of `ranks`, values [micro, seq].
 
     The samples are packed into rows; all ranks get equally many, padded with empty rows.

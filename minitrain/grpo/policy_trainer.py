@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
-from minitrain.grpo.batches import Example, micro_batches, reply_sample, response_sample
+from minitrain.grpo.batches import Example, pack_micro_batches, reply_sample, response_sample
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.grpo.weight_sync import Shards
@@ -98,7 +98,7 @@ class PolicyTrainer:
         """
         ranks = self.meshes.batch
         cp = self.meshes.cp
-        batches = micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
+        batches = pack_micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
         return [own_tokens(each, cp, self.config.parallel.context) for each in batches]
 
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:

@@ -22,7 +22,7 @@ from minitrain.errors import InputError
 
 Reward = Callable[[str, str, dict], float]
 # characters at a text's end: an answer comes last
-LOOKED_AT = 20_000
+TAIL = 20_000
 
 MARKUP = (
     r"\\(?:left|right|displaystyle|bf)(?![a-z])|\\(?:text)?color\{[a-z]+\}|\\[()]"
@@ -64,8 +64,8 @@ BOXED = re.compile(rf"\\f?box(?:ed)?\s*\{{({BRACES})\}}")
 MARKED = r"^.*####\s*(?:[a-z ]*answer[a-z ]*:? ?)?(.*?)(?:(?<=[\d.}])[ ,]* [a-z(].*)?$"
 VALUE = r"<-?\d+(?:/\d+)?>"
 IN_TEXT = re.compile(rf"(?:{VALUE}|\\(?:sqrt|pi)|[*/^_])+")
-TEXT = r"\\(?:text|math|mbox|operatorname|bold|rm)[a-z]* ?\{([^{}]*)\}"
-UNIT = rf"(?:(?<=\S) ?{TEXT}|(?<=>) ?(?:[a-z]{{3,}}|[ckm]m|kg|ft)[^<=]*)(?:\^<\d>)?$"
+LATEX_TEXT = r"\\(?:text|math|mbox|operatorname|bold|rm)[a-z]* ?\{([^{}]*)\}"
+UNIT = rf"(?:(?<=\S) ?{LATEX_TEXT}|(?<=>) ?(?:[a-z]{{3,}}|[ckm]m|kg|ft)[^<=]*)(?:\^<\d>)?$"
 
 
 def exact(response: str, answer: str, row: dict) -> float:
@@ -89,7 +89,7 @@ def math(response: str, answer: str, row: dict) -> float:
 def spell(text: str) -> str:
     text = re.sub("[\u00bc-\u00be\u2150-\u215e]", r" \g<0>", text)
     text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207b]+", r"^{\g<0>}", text)
-    text = normalize("NFKC", text)[-LOOKED_AT:].lower()
+    text = normalize("NFKC", text)[-TAIL:].lower()
     for spelling, plainest in SPELLINGS.items():
         text = re.sub(spelling, plainest, text)
     return text
@@ -157,7 +157,7 @@ def tidy(text: str) -> str:
     text = re.sub(rf"\\[dtc]?frac{part}{part}", r"(\1\2)/(\3\4)", text)
     text = re.sub(rf"(?<![a-z])\(({VALUE}|[a-z]|\\[a-z]+)\)", r"\1", text)
     text = re.sub(rf"(?<![a-z])\((-?(?:[^()<+,-]|{VALUE}|\([^()]*\))*)\)/", r"\1/", text)
-    text = re.sub(r"^\(([^(),]*)\)$", r"\1", re.sub(TEXT, r"\1", text))
+    text = re.sub(r"^\(([^(),]*)\)$", r"\1", re.sub(LATEX_TEXT, r"\1", text))
     return re.sub(r"(?<![\w)}\]>])<-", "-<", text).removeprefix("+")
 
 

@@ -21,10 +21,10 @@ from minitrain.rollout.weights import multiply
 from minitrain.training.loss import vocab_shard
 
 # the settings of padding rows
-PADDING = SamplingParams()
+PADDING_PARAMS = SamplingParams()
 
 
-class Batch:
+class DecodingBatch:
     """The buffers in which `sampler` decodes up to `rows` samples, one row each.
 
     graphs: capture the steps as CUDA graphs.
@@ -65,7 +65,7 @@ class Batch:
 
     def prepare(self, samples: list[Sample], steps: int) -> None:
         """Fill the buffers for `steps` decoding steps of `samples`; the other rows are padding."""
-        padding = Sample([0], PADDING, 0, 0, slot=self.sampler.caches.null_slot)
+        padding = Sample([0], PADDING_PARAMS, 0, 0, slot=self.sampler.caches.null_slot)
         rows = samples + [padding] * (self.rows - len(samples))
         # each sample's newest token: its keys and values are not cached yet
         copy_in(self.tokens, [(row.produced or row.prompt)[-1] for row in rows])

@@ -26,7 +26,7 @@ from torch.compiler import config
 
 from minitrain.models.decoder import Block
 from minitrain.rollout.caches import MambaCache, PagedKVCache
-from minitrain.rollout.cpu_attention import attend, write_and_attend
+from minitrain.rollout.cpu_attention import attend_with_lse, write_and_attend
 from minitrain.rollout.steps import split_kv, write
 
 # graphs of one function: kinds of layers x 3 numbers of rows x models
@@ -108,7 +108,7 @@ class TracedCache:
         values = values[:, :, : self.bias.shape[3]]
         if q.shape[2] <= MAX_LOOP_QUERIES:
             return attend_in_loops(q, keys, values, self.bias)
-        return attend(q, keys, values, attn_mask=self.bias)
+        return attend_with_lse(q, keys, values, attn_mask=self.bias)
 
 
 def attend_in_loops(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def compiled_forward() -> Callable:
     return config.patch(recompile_limit=RECOMPILE_LIMIT)(torch.compile(Block.forward))
 
 
-def run(block: Block, groups: list, *inputs) -> Tensor:
+def run_block(block: Block, groups: list, *inputs) -> Tensor:
     """Return the compiled Block.forward(*inputs), [1, rows, hidden], as the block's own `forward`.
 
     The last input is the layer's cache. groups: the block's `LinearGroup`s (weights.py).

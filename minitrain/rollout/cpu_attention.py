@@ -20,7 +20,7 @@ MIN_SHARED_TOKENS = 512
 
 # scaled_dot_product_attention with equal numbers of heads, which also returns the log-sum-exp;
 # nothing public returns both
-attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class RowContents(NamedTuple):
@@ -143,7 +143,7 @@ def attend_to_rows(
     shared = 0 if window else step.shared
     own = slice(shared, step.longest)
     bias = step.bias(window, q.dtype)[..., own]
-    out, log_sum = attend(q, keys[:, :, own], values[:, :, own], attn_mask=bias)
+    out, log_sum = attend_with_lse(q, keys[:, :, own], values[:, :, own], attn_mask=bias)
     if not shared:
         return out, log_sum
     common = torch.zeros_like(out)
@@ -151,7 +151,9 @@ def attend_to_rows(
     for first, rows in step.groups:
         # [1, kv_heads, rows of the group x queries, head_dim]
         queries = q[rows].transpose(0, 1).flatten(1, 2)[None]
-        parts = attend(queries, keys[first, :, :shared][None], values[first, :, :shared][None])
+        parts = attend_with_lse(
+            queries, keys[first, :, :shared][None], values[first, :, :shared][None]
+        )
         common[rows], sums[rows] = (
             part[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1) for part in parts
         )

@@ -35,7 +35,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import find_ends
 from minitrain.parallel.tensor_decoder import tensor_parallel_size
-from minitrain.rollout.batch import Batch
+from minitrain.rollout.batch import DecodingBatch
 from minitrain.rollout.caches import Caches
 from minitrain.rollout.capacity import check_page_size, page_count, sends_tokens, waits_for_device
 from minitrain.rollout.pages import Pages
@@ -380,14 +380,14 @@ class Sampler:
         self.caches = Caches(self.config, pages.count, size, self.slots + 1)
         # columns of a block table: a sample's most pages, and the null page for positions beyond
         self.width = min(pages.needed(self.longest - 1), pages.count) + 1
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, DecodingBatch] = {}
         self.graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
-    def _batch(self, samples: int) -> Batch:
+    def _batch(self, samples: int) -> DecodingBatch:
         """Return the buffers for that many rows, rounded up to a power of two."""
         rows = min(1 << (samples - 1).bit_length(), self.slots)
         rows = -(-rows // self.tp) * self.tp
         if rows not in self.batches:
             graphs = self.device.type == "cuda" and not waits_for_device(self.model)
-            self.batches[rows] = Batch(self, rows, graphs)
+            self.batches[rows] = DecodingBatch(self, rows, graphs)
         return self.batches[rows]

@@ -24,9 +24,9 @@ from minitrain.models.flex import COMPILING
 from minitrain.training.loss import VocabShard
 
 # random numbers made at once on the CPU, which fit its caches
-CHUNK = 1 << 17
+NOISE_CHUNK = 1 << 17
 # fixed-point units of a probability of 1, for top_p
-UNITS = 2.0**40
+FIXED_POINT = 2.0**40
 # the lowest temperature above 0: below, fp32 cannot hold logits divided by it
 MIN_TEMPERATURE = 1e-6
 
@@ -209,7 +209,7 @@ def sample_tokens(
     peak = peak / temperature
     if state.noisy:
         keys = token_keys(state.keys, positions)
-        weights = divide_by_noise(weights, keys, shard.first, CHUNK if eager_cpu else None)
+        weights = divide_by_noise(weights, keys, shard.first, NOISE_CHUNK if eager_cpu else None)
         best = argmax(weights, eager_cpu)
         score = weights.gather(1, best).log() + peak
     if state.greedy:
@@ -272,11 +272,13 @@ def filter_logits(logits: Tensor, state: SamplingState) -> Tensor:
     probability = ordered.softmax(-1)
     # whole numbers, whose sums fp64 holds exactly: CUDA adds in no fixed order, but ranks must keep
     # the same tokens
-    units = (probability * UNITS).floor_()
+    units = (probability * FIXED_POINT).floor_()
     before = units.cumsum(-1, dtype=torch.float64) - units
     # rounded sums reach 1 too early
     top_p = torch.where(state.top_p == 1, torch.inf, state.top_p)[:, None]
-    kept = (before < top_p * UNITS) & (probability >= state.min_p[:, None] * probability[:, :1])
+    kept = (before < top_p * FIXED_POINT) & (
+        probability >= state.min_p[:, None] * probability[:, :1]
+    )
     kept &= ordered > -torch.inf
     # clamped, since of NaN nothing is kept
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)

@@ -101,11 +101,11 @@ class SamplerWeights:
     @contextmanager
     def compiled(self) -> Iterator[None]:
         """Run blocks as compiled by rollout/compiled.py. Only while `in_use`."""
-        from minitrain.rollout.compiled import run  # takes seconds to import
+        from minitrain.rollout.compiled import run_block  # takes seconds to import
 
         try:
             for block in self.model.blocks:
-                block.forward = partial(run, block, self.groups[block])
+                block.forward = partial(run_block, block, self.groups[block])
             yield
         finally:
             for block in self.model.blocks:

@@ -32,7 +32,7 @@ GPUS = {
 }
 BYTES = {"bf16": 2, "fp8": 1}
 # the share of a large addition's rate that fused kernels reach, on the H200 of results/h200
-FUSED = 0.89
+FUSED_SHARE = 0.89
 
 
 def calibrate(device: torch.device) -> dict:
@@ -84,7 +84,7 @@ def calibrated(system: System, outcome: dict) -> System:
     All attention kernels are changed by the same factors, those of the measured causal one.
     """
     system = dataclasses.replace(
-        system, name=f"{system.name} (calibrated)", memory=FUSED * outcome["memory"]
+        system, name=f"{system.name} (calibrated)", memory=FUSED_SHARE * outcome["memory"]
     )
     rates = {}
     for name in BYTES.keys() & outcome["matmul"].keys():

@@ -41,7 +41,7 @@ from minitrain.parallel.shards import to_local
 from minitrain.run.launch import meshes_of
 from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
 from minitrain.settings import Config
-from minitrain.simulator.operators import ATTENTION, attention_work
+from minitrain.simulator.operators import ATTENTION_WORK, attention_work
 from minitrain.simulator.repeat import RepeatedGraph
 from minitrain.simulator.trace import Trace, Tracer
 from minitrain.training import build
@@ -131,7 +131,7 @@ def _differentiate(ctx, grad, _):
 
 fake_attention.register_autograd(_differentiate, setup_context=_save)
 SAVED_ATTENTION.add(torch.ops.minitrain.attention.default)
-ATTENTION |= {
+ATTENTION_WORK |= {
     torch.ops.minitrain.attention: attention_work,
     torch.ops.minitrain.attention_backward: lambda grad, q, k, v, out, log_sum, causal, pairs=None: (
         attention_work(q, k, v, causal, pairs, backward=True)
@@ -139,7 +139,7 @@ ATTENTION |= {
 }
 
 
-def attend(
+def fake_attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """Stand in for models/attention.py's `attention`, of the same shapes."""
@@ -176,7 +176,7 @@ def counting_mask(
     return Mask(causal, pairs if q_positions is None else pairs * len(q_positions) / length)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+def fake_add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     """Stand in for training/loss.py's `_add_product`: [m, n] += [m, k] @ [k, n]."""
     torch.ops.minitrain.add_product(total, a, b)
 
@@ -237,8 +237,8 @@ def stand_ins(visible: float | None) -> Iterator[None]:
     ]
     if visible is not None:
         # files of models/ import these functions by name: replace them in each
-        patches.append(patch("minitrain.training.loss._add_product", add_product))
-        counted = {attention: attend, make_mask: partial(counting_mask, visible)}
+        patches.append(patch("minitrain.training.loss._add_product", fake_add_product))
+        counted = {attention: fake_attend, make_mask: partial(counting_mask, visible)}
         models = [sys.modules[name] for name in sys.modules if name.startswith(MODELS)]
         for real, stand_in in counted.items():
             holders = [room for room in models if vars(room).get(real.__name__) is real]

@@ -28,7 +28,7 @@ ROWS_READ = (
     "scatter",
     "scatter_add",
 )
-ALLOCATIONS = ("set_", "resize_", "_unsafe_view", "_reshape_alias")
+ALLOCATING = ("set_", "resize_", "_unsafe_view", "_reshape_alias")
 
 
 def wrapped_operator(op: HigherOrderOperator, args: tuple) -> tuple[OpOverload, tuple]:
@@ -54,7 +54,7 @@ def is_free(op: OpOverload) -> bool:
 
 
 def is_allocation(name: str) -> bool:
-    return name.startswith(("empty", "new_empty")) or name in ALLOCATIONS
+    return name.startswith(("empty", "new_empty")) or name in ALLOCATING
 
 
 def tensors(tree) -> list[Tensor]:
@@ -79,7 +79,7 @@ def traffic(tensor: Tensor) -> int:
     return prod(n for n, stride in strides if stride) * tensor.element_size()
 
 
-def work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
+def operator_work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
     """Return an Event's kind, its FLOPs, and its sizes if these matter."""
     packet = op._overloadpacket
     if packet in FACTORS:
@@ -99,8 +99,8 @@ def work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
                 # k is cut by expert, which gives a stack of weights' gradients
                 sizes = experts, m, n, ceil(k / experts)
         return {"kind": kind, "flops": 2 * batch * m * n * k, "sizes": sizes}
-    if packet in ATTENTION:
-        return ATTENTION[packet](*args)
+    if packet in ATTENTION_WORK:
+        return ATTENTION_WORK[packet](*args)
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
         return {"kind": "attention" if "attention" in name else "gemm", "flops": flops}
@@ -152,7 +152,7 @@ def attention_work(
     }
 
 
-ATTENTION: dict[object, Callable] = {
+ATTENTION_WORK: dict[object, Callable] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (
         lambda q, k, v, dropout=0.0, causal=False, *_: attention_work(q, k, v, causal)
     ),

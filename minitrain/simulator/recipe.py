@@ -14,7 +14,7 @@ import dataclasses
 
 from minitrain.bench.rows import constants
 from minitrain.settings import Config
-from minitrain.simulator.simulate import Simulation, figures, record, timed
+from minitrain.simulator.simulate import Simulation, record, simulated_figures, time_traces
 from minitrain.simulator.simulate_policy import Stack, policy_figures, training_config
 from minitrain.simulator.timeline import System, rates_of
 
@@ -28,13 +28,13 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
     stack = constants("stacks")[recipe["stack"]] if "stack" in recipe else {}
     system = published_system(system, recipe, stack)
     if config.task == "grpo":
-        simulation = timed(training_config(config), traces, system)
+        simulation = time_traces(training_config(config), traces, system)
         return policy_figures(config, system, simulation, Stack(**stack["policy"]))
     if recipe.get("compile", config.compile) != config.compile:
         config = dataclasses.replace(config, compile=recipe["compile"])
         traces = record(config)
-    predicted = figures(
-        config, row, system, timed(config, traces, system, recipe.get("micro_batches", 0))
+    predicted = simulated_figures(
+        config, row, system, time_traces(config, traces, system, recipe.get("micro_batches", 0))
     )
     return {key: predicted[key] for key in PREDICTED}
 

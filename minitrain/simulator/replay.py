@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 # torch's names and letters; the zero-bubble papers write B for I
-KINDS = {
+KIND_LETTERS = {
     "FORWARD": "F",
     "FULL_BACKWARD": "B",
     "BACKWARD_INPUT": "I",
@@ -69,7 +69,9 @@ def schedule_order(
     if schedule == "1F1B":
         return [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     per_rank = get_schedule_ops(schedule, ranks, micro_batches, stages_per_rank)
-    return [[action for entry in entries for action in flatten(entry)] for entries in per_rank]
+    return [
+        [action for entry in entries for action in schedule_actions(entry)] for entries in per_rank
+    ]
 
 
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
@@ -87,7 +89,7 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
     return actions
 
 
-def flatten(entry) -> list[Action]:
+def schedule_actions(entry) -> list[Action]:
     """Return an entry of torch's schedule as actions.
 
     Overlapped actions come one after the other. Idle time and reductions are no actions.
@@ -95,8 +97,8 @@ def flatten(entry) -> list[Action]:
     if entry is None:
         return []
     if entry.sub_actions:
-        return [action for part in entry.sub_actions for action in flatten(part)]
-    kind = KINDS.get(entry.computation_type.name)
+        return [action for part in entry.sub_actions for action in schedule_actions(part)]
+    kind = KIND_LETTERS.get(entry.computation_type.name)
     return [(entry.stage_index, kind, entry.microbatch_index)] if kind else []
 
 

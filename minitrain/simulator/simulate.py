@@ -114,7 +114,9 @@ def record(config: Config) -> dict[int, Trace]:
     return {place: by_place[representative] for place, representative in alike.items()}
 
 
-def timed(config: Config, traces: dict[int, Trace], system: System, at_once: int = 0) -> Simulation:
+def time_traces(
+    config: Config, traces: dict[int, Trace], system: System, at_once: int = 0
+) -> Simulation:
     """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all."""
     # one trace may stand for several places
     distinct = {id(trace): trace for trace in traces.values()}
@@ -152,7 +154,7 @@ def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
 
     Each has a process of its own, since torch remembers process groups.
     """
-    tracers.start()
+    tracers.start_server()
     workers = min(len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, tracers.CONTEXT, max_tasks_per_child=1) as pool:
         traces = pool.map(trace_once, jobs.values())
@@ -218,20 +220,20 @@ def representatives(config: Config) -> dict[int, int]:
 # -------------------------------------------------------------------------------------------------------- the figures
 
 
-def figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
+def simulated_figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
     """Return the config's result, with keys as in the README. The breakdown is the first rank's."""
     tokens = config.batch.global_ * config.batch.seq_len / simulation.step / stated_ranks(config)
     flops = token_flops(config, visible_share(open_dataset(config)[0]))
     peaks = [trace.peak for trace in simulation.traces.values()]
-    return result(config, row, system, simulation, peaks) | {
+    return counted_result(config, row, system, simulation, peaks) | {
         "step_time_s": simulation.step,
-        **rates(config, tokens, matmul_rate(config, system), *flops),
+        **rates(config, tokens, peak_rate(config, system), *flops),
         "breakdown_s": simulation.breakdown(),
         "timeline": simulation.pipeline and simulation.pipeline.lanes(simulation.step),
     }
 
 
-def result(
+def counted_result(
     config: Config,
     row: str,
     system: System,
@@ -254,7 +256,7 @@ def result(
         "mode": "simulated",
         "proxy": False,
         "world_size": stated_ranks(config),
-        "matmul_tflops": matmul_rate(config, system) / 1e12,
+        "matmul_tflops": peak_rate(config, system) / 1e12,
         "executed_flops_per_gpu": steps * simulation.traces[0].flops(times),
         "collectives": {
             name: [steps * n for n in counts]
@@ -271,7 +273,7 @@ def result(
     }
 
 
-def matmul_rate(config: Config, system: System) -> float:
+def peak_rate(config: Config, system: System) -> float:
     return system.fp8 if config.precision == "fp8" else system.bf16
 
 
@@ -280,7 +282,7 @@ def matmul_rate(config: Config, system: System) -> float:
 
 def typical_events(trace: Trace) -> set[int]:
     """Return the indices of the second micro-batch's events, with its messages in a pipeline."""
-    parts = list(actions(trace))
+    parts = list(traced_actions(trace))
     if not parts:
         _, second, third = (index for index, label in trace.marks if label == "forward")
         return set(range(second, third))
@@ -289,7 +291,7 @@ def typical_events(trace: Trace) -> set[int]:
     return set().union(*of_second, messages_per_micro_batch(trace, len(batches)))
 
 
-def actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
+def traced_actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
     """Yield the actions of a traced rank of a pipeline, as (action, first event, end)."""
     begun = None
     for index, label in trace.marks:
@@ -371,7 +373,7 @@ def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, floa
     the first action only the time of the next one of its kind is counted: what it takes longer is
     gathering, which needs no input and can be done before.
     """
-    parts = list(actions(trace))
+    parts = list(traced_actions(trace))
     ends = [line.at[end - 1] for _, _, end in parts]
     spans = {
         action: span for (action, _, _), span in zip(parts, pairwise([0.0, *ends]), strict=True)

@@ -39,18 +39,18 @@ from minitrain.settings import GRPO, Config, Data
 from minitrain.simulator.simulate import (
     TWICE,
     Simulation,
-    figures,
-    matmul_rate,
+    counted_result,
+    peak_rate,
     record,
-    result,
-    timed,
+    simulated_figures,
+    time_traces,
 )
 from minitrain.simulator.timeline import System
 
 # bytes/s between a GPU and its host, each way: NVIDIA/nvbandwidth issue 24, 52.8e9 with an H100
 HOST_LINK = 50e9
 # standard deviation of the logarithm of responses' lengths: not published; decode_* of nemo-rl are fitted with it
-SPREAD = 0.8
+LENGTH_SPREAD = 0.8
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation,
     config = placed(config, stated_ranks(config), system.name)
     if config.task == "grpo":
         trainer = training_config(config)
-        simulation = timed(trainer, record(trainer), system)
+        simulation = time_traces(trainer, record(trainer), system)
         peaks = [
             trace.peak | held_besides(config, trace.peak) for trace in simulation.traces.values()
         ]
-        found = result(config, row, system, simulation, peaks, updates_of(config))
+        found = counted_result(config, row, system, simulation, peaks, updates_of(config))
         found |= policy_figures(config, system, simulation, None) | {
             "response_tokens": rollouts_of(config).mean
         }
     else:
-        simulation = timed(config, record(config), system)
-        found = figures(config, row, system, simulation)
+        simulation = time_traces(config, record(config), system)
+        found = simulated_figures(config, row, system, simulation)
     return simulation, found | {"simulated_in_s": time.perf_counter() - began}
 
 
@@ -114,7 +114,7 @@ def policy_figures(
     tokens = rollouts_of(config).tokens
     rate = tokens / phases["step_time_s"] / stated_ranks(config)
     flops = policy_flops(config)(tokens)
-    return phases | rates(config, rate, matmul_rate(config, system), flops, flops)
+    return phases | rates(config, rate, peak_rate(config, system), flops, flops)
 
 
 def rollouts_of(config: Config) -> Rollouts:
@@ -253,7 +253,7 @@ def log_normal_location(mean: float, limit: int) -> float:
 
 def share_longer(length: float, location: float) -> float:
     """Return the share of all responses that are longer."""
-    return NormalDist(-location, SPREAD).cdf(-math.log(max(length, 1e-9)))
+    return NormalDist(-location, LENGTH_SPREAD).cdf(-math.log(max(length, 1e-9)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- refit

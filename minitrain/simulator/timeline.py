@@ -32,7 +32,7 @@ from minitrain.errors import InputError
 from minitrain.simulator.trace import SHARDS, Event, Trace
 
 # rows and columns of a matrix product's result that a multiprocessor computes at a time
-TILE = 128, 256
+GEMM_TILE = 128, 256
 # what reads FSDP's gathered weights; the latter on one rank, where nothing is copied out
 READS_GATHERED = (
     "split_with_sizes_copy",
@@ -130,7 +130,7 @@ class System:
         if not event.sizes:
             return rate
         batch, m, n, k = event.sizes
-        waves = batch * ceil(m / TILE[0]) * ceil(n / TILE[1]) / self.gemm_tiles
+        waves = batch * ceil(m / GEMM_TILE[0]) * ceil(n / GEMM_TILE[1]) / self.gemm_tiles
         filled = 1 - (1 - waves / ceil(waves)) * (1 - RECOVERED)
         return rate * filled * k / (k + 128)
 

@@ -36,9 +36,9 @@ from minitrain.simulator.operators import (
     ROWS_READ,
     is_allocation,
     is_free,
+    operator_work,
     tensors,
     traffic,
-    work,
     wrapped_operator,
     written_arguments,
 )
@@ -307,7 +307,7 @@ class Tracer(TorchDispatchMode):
                 self.number(x)
         else:
             written = outputs + written_arguments(op, args, kwargs)
-            self.record_kernel(name, inputs, written, work(op, name, args, kwargs, out))
+            self.record_kernel(name, inputs, written, operator_work(op, name, args, kwargs, out))
         return out
 
     def in_place(self, op, *, _all_bases: list[Tensor], **kwargs) -> tuple:
@@ -324,7 +324,7 @@ class Tracer(TorchDispatchMode):
         return self.__torch_dispatch__(op, (), args), *_all_bases
 
     def record_kernel(self, name: str, inputs: list, written: list, kernel: dict) -> None:
-        """Record a kernel with the bytes that it moves. kernel: as `work` returns it."""
+        """Record a kernel with the bytes that it moves. kernel: as `operator_work` returns it."""
         writes = {self.number(x): traffic(x) for x in written}
         reads = {self.number(x): traffic(x) for x in inputs}
         if name in ROWS_READ:

@@ -10,7 +10,7 @@ from multiprocessing import forkserver
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def start() -> None:
+def start_server() -> None:
     """Start the server now; otherwise the first process would wait for its imports.
 
     It also imports what torch.compile needs, which every process would else import for itself.

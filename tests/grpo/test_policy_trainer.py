@@ -11,7 +11,7 @@ import torch
 from minitrain.data.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
-from minitrain.grpo.batches import enough_for_pipeline, micro_batches, reply_sample, response_sample
+from minitrain.grpo.batches import enough_for_pipeline, pack_micro_batches, reply_sample, response_sample
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged_weight, without_adapters
@@ -164,7 +164,7 @@ def test_every_response_is_in_one_row_of_one_rank(ranks):
     config = configs.from_dict(PLAIN)
     rollouts = [rollout for group in made_up_groups() for rollout in group]
     samples = [response_sample(rollout, i + 1.0, config) for i, rollout in enumerate(rollouts)]
-    batches = [micro_batches(samples, config, rank, ranks) for rank in range(ranks)]
+    batches = [pack_micro_batches(samples, config, rank, ranks) for rank in range(ranks)]
     assert len({len(each) for each in batches}) == 1
     seen, empty = [], []
     for batch in (batch for each in batches for batch in each):
