@@ -57,6 +57,10 @@ class Data:
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     # tokens: the id that ends a document; None: one document per file
     document_end: int | None = None
+    # pretraining: cut documents where a row ends, or pad rows so that none that fits one is cut
+    packing: Literal["cut", "whole"] = "cut"
+    # text, jsonl to pretrain on: a folder for their tokens, which then need not fit in memory
+    cache: str = ""
     # at lines, files or rows of tokens that cannot be used
     on_error: Literal["error", "skip"] = "error"
     text_tokens: int = number(512, 1, 1 << 20)  # latents: texts are padded to this many tokens

@@ -47,7 +47,7 @@ def test_plain_by_hand():
 
 def test_a_text_whose_first_token_would_take_from_the_one_before_is_encoded_alone():
     tokenizer = SimpleNamespace(encode={"a": [1], "b": [2], "ab": [3], "c": [4], "ac": [1, 5]}.get)
-    assert encode_after("a", "b", tokenizer) == [2] and encode_after("a", "c", tokenizer) == [5]
+    assert encode_after("a", "b", tokenizer.encode) == [2] and encode_after("a", "c", tokenizer.encode) == [5]
 
 
 # --------------------------------------------------------------------------------------------------------------- lines

@@ -71,7 +71,7 @@ def test_all_forms_hold_the_same_objects(written, name):
 @pytest.mark.parametrize("name", FORMS)
 def test_documents_are_the_same_from_all_forms(written, tmp_path, name):
     ours, theirs = (
-        open_data(Data("jsonl", str(path)), 8, 258, 0)[0].corpus.tokens
+        open_data(Data("jsonl", str(path)), 8, 258, 0)[0].corpus.stores[0]
         for path in (written / name, written / "a.jsonl")
     )
     assert ours.tolist() == theirs.tolist()

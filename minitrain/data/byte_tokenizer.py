@@ -27,6 +27,7 @@ class ByteTokenizer:
     """
 
     eos_id = 257
+    below = None
     vocab_size = 258
     eos = EOS
     beginning = ""

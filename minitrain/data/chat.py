@@ -8,7 +8,7 @@ as it does in transformers.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,22 +94,23 @@ def encode_pieces(pieces: Iterator, tokenizer: Tokenizer) -> tuple[np.ndarray, n
                 ids.append(tokenizer.eos_id)
                 before = "\n"
             else:
-                ids += encode_after(before, part, tokenizer)
+                ids += encode_after(before, part, tokenizer.encode)
                 before = (before + part)[-LONGEST_TOKEN:]
         tokens += ids
         said += [is_reply] * len(ids)
     return np.array(tokens, np.int64), np.array(said, bool)
 
 
-def encode_after(before: str, text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_after(before: str, text: str, encode: Callable[[str], Sequence]) -> Sequence:
     """Return the tokens of `text`, where `before` precedes it.
 
     Many vocabularies add a space at the start of a whole text. Where both share a token, the tokens
     of `text` alone.
     """
-    context = tokenizer.encode(before)
-    whole = tokenizer.encode(before + text)
-    return whole[len(context) :] if whole[: len(context)] == context else tokenizer.encode(text)
+    context = encode(before)
+    whole = encode(before + text)
+    start = len(context)
+    return whole[start:] if np.array_equal(whole[:start], context) else encode(text)
 
 
 def make_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:

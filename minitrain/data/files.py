@@ -22,7 +22,12 @@ from minitrain.settings import Config, Data
 # which files of a folder are data
 SUFFIXES = {
     "text": ("",),
-    "jsonl": (".jsonl", ".jsonl.gz", ".parquet", ".arrow"),
+    "jsonl": (
+        ".jsonl",
+        ".jsonl.gz",
+        ".parquet",
+        ".arrow",
+    ),
     "tokens": (".npy", ".bin"),
     "latents": (".safetensors",),
 }

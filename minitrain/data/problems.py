@@ -145,7 +145,7 @@ def encode(
     chat = [*messages, Message("assistant", begun + answer)]
     reply = split_reply(make_sample(*encode_chat(chat, template, tokenizer, where, shown)))[1]
     if begun:
-        reply = [*encode_after(begun, answer, tokenizer), reply[-1]]
+        reply = [*encode_after(begun, answer, tokenizer.encode), reply[-1]]
     return Problem(prompt, reply, answer, row)
 
 

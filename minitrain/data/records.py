@@ -9,6 +9,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -26,6 +27,10 @@ ARROW = b"ARROW1"
 ARROW_STREAM = b"\xff\xff\xff\xff"
 # last bytes of a stream; pyarrow would read what is there of one that is cut between batches
 END_OF_STREAM = ARROW_STREAM + bytes(4)
+# bytes of a text that are held at once
+PIECE = 1 << 20
+# where a text may be cut: behind a line, best if no other space is there
+CUTS = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n(?=\S)")
 # of objects, or of nothing
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|\]|$)")
 
@@ -64,9 +69,21 @@ class Skips:
         return f" ({self.note})" if self.count else ""
 
 
-def read_texts(files: list[Path], skips: Skips) -> Iterator[str]:
-    """Yield each file as one document. Empty ones are usable: trees of source files have many."""
+def read_texts(
+    files: list[Path],
+    skips: Skips,
+    in_pieces: bool = False,
+) -> Iterator[str | Iterator[str]]:
+    """Yield each file as one document. Empty ones are usable: trees of source files have many.
+
+    in_pieces: as an iterator of its pieces, so that it need not fit in memory.
+    """
     for file in files:
+        if in_pieces:
+            # looked through first: a file that is left out must leave no piece
+            if skips.read(deque, pieces_of(file), 0) is not None:
+                yield pieces_of(file)
+            continue
         with readable(file):
             raw = file.read_bytes()
         text = skips.read(decode, raw, file)
@@ -74,17 +91,38 @@ def read_texts(files: list[Path], skips: Skips) -> Iterator[str]:
             yield text
 
 
-def decode(raw: bytes, file: Path) -> str:
+def pieces_of(file: Path) -> Iterator[str]:
+    """Yield a text in pieces of a few MiB, cut behind lines that are followed by no space.
+
+    No token of the usual tokenizers reaches over such a place. Where all lines are empty, indented
+    or end in \\r\\n, GPT-2's may, and those like it: then a piece's last spaces may share a token.
+    """
+    rest = ""
+    place = 0
+    with readable(file), file.open("rb") as raw:
+        # whole lines, so that no character is cut
+        while block := raw.read(PIECE) + raw.readline():
+            rest += decode(block, file, place)
+            place += len(block)
+            ends = next(filter(None, ([cut.end() for cut in c.finditer(rest)] for c in CUTS)), [0])
+            if ends[-1]:
+                yield rest[: ends[-1]]
+                rest = rest[ends[-1] :]
+    yield rest
+
+
+def decode(raw: bytes, file: Path, place: int = 0) -> str:
+    """Return the text of bytes that stand at `place` in a file."""
     # zeros are UTF-8, too
     look = kind_of_binary if b"\0" in raw[:4096] else placeholder
     if what := look(file, raw):
         raise InputError(f"{file} is {what}")
     try:
         # without a byte order mark
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8" if place else "utf-8-sig")
     except UnicodeDecodeError as error:
         what = kind_of_binary(file, raw)
-        told = f"{what}, no text" if what else f"not UTF-8 at byte {error.start}"
+        told = f"{what}, no text" if what else f"not UTF-8 at byte {place + error.start}"
         raise InputError(f"{file} is {told} (data.exclude leaves files out)") from error
 
 

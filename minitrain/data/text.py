@@ -4,8 +4,8 @@ So a resumed run needs no saved iterator. Documents are tokenized, begun as a pr
 where the tokenizer puts one), ended by eos, laid end to end, and cut into rows of seq_len. A row
 numbers its documents, so that attention stays inside each, and positions restart with them. An
 epoch visits every row once, in an order that is computed for one row at a time (`shuffled`) and
-never stored. Token files are read row by row: any size opens at once. Left out: streaming from a
-network, mixing sources by weight, and packing that avoids cutting documents.
+never stored. Token files are read row by row: any size opens at once. With data.packing=whole no
+document that fits a row is cut. Left out: streaming from a network, and mixing sources by weight.
 
 Unusable data is an error; with data.on_error=skip it is left out and counted. Text and JSONL are
 read, and so checked, in full before the first step. Token files are checked row by row when a row
@@ -13,11 +13,10 @@ is read. Before the first step a sample of them is checked, spread evenly over a
 CHECKED tokens to train on, and as many held out. To skip bad rows, all rows are read once.
 """
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +24,16 @@ import torch
 from torch import Tensor
 
 from minitrain.data.chat import Sample
+from minitrain.data.corpus import Corpus, join_files, keep_tokens, tokenize
 from minitrain.data.files import SUFFIXES, find_files
 from minitrain.data.records import Skips, read_records, read_texts, text_of
-from minitrain.data.token_files import TokenFiles, open_tokens
-from minitrain.data.tokenizer import Tokenizer, load_tokenizer
+from minitrain.data.token_files import open_tokens, stamp_of
+from minitrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, with_companions
 from minitrain.errors import InputError, located
 from minitrain.hashing import nth, shuffled
 from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
+from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
 
 Row = dict[str, Tensor]
 # how many tokens of token files are checked before training
@@ -84,134 +85,86 @@ class Mock:
 
 
 class Packed:
-    """Rows cut from a corpus with a length in tokens, `read` and `origin(start, length)`.
+    """Rows of a corpus: its documents end to end, cut every seq_len tokens, without the rest.
 
-    The rest at its end, fewer than seq_len tokens, is not used. usable: the numbers of the rows.
+    whole: rows of whole documents instead, by first-fit decreasing, and padded; only documents that
+    are longer than a row are cut, into rows and a rest. usable: the numbers of the rows.
     """
 
     def __init__(
         self,
-        corpus: "Corpus | TokenFiles",
+        corpus: Corpus,
         seq_len: int,
         seed: int,
-        bytes_per_token: float | None = None,
         about: str = "",
+        whole: bool = False,
     ):
         self.corpus = corpus
         self.seq_len = seq_len
         self.seed = seed
-        self.bytes_per_token = bytes_per_token
         self.about = about
+        self.bytes_per_token = None
+        if corpus.sizes is not None:
+            self.bytes_per_token = corpus.sizes.sum().item() / corpus.predicted
+        self.whole = whole
         self.usable: Sequence[int] = range(len(corpus) // seq_len)
+        if whole:
+            # of each piece of at most seq_len tokens, the first in the corpus
+            pieces = (range(*document, seq_len) for document in pairwise(corpus.firsts.tolist()))
+            self.starts = np.fromiter(chain.from_iterable(pieces), np.int64)
+            self.lengths = np.diff(self.starts, append=len(corpus))
+            self.rows = first_fit_decreasing(self.lengths.tolist(), seq_len)
+            self.usable = range(len(self.rows))
+            filled = len(corpus) / max(1, len(self.rows) * seq_len)
+            self.about = "; ".join(filter(None, [about, f"rows are {filled:.1%} filled"]))
 
     def __len__(self) -> int:
         return len(self.usable)
 
     def row(self, n: int) -> Row:
-        return pack(*self.corpus.read(self.start(n), self.seq_len))
+        return self.load(self.number(n))
+
+    def load(self, number: int) -> Row:
+        """Return a row by its place in the corpus."""
+        parts = [pack(*self.corpus.read(*part)) for part in self.parts(number)]
+        if self.whole:
+            return pack_row(parts, self.seq_len, PADDING)
+        return {key: torch.from_numpy(column) for key, column in parts[0].items()}
 
     def origin(self, n: int) -> str:
-        return self.corpus.origin(self.start(n), self.seq_len)
+        return ", ".join(self.corpus.origin(*part) for part in self.parts(self.number(n)))
 
-    def start(self, n: int) -> int:
-        """Return the index of row n's first token in the corpus."""
-        _, number = nth(n, len(self), self.seed)
-        return int(self.usable[number]) * self.seq_len
+    def number(self, n: int) -> int:
+        """Return the place in the corpus of row n."""
+        return int(self.usable[nth(n, len(self), self.seed)[1]])
+
+    def parts(self, number: int) -> list[tuple[int, int]]:
+        """Return where each piece of a row begins in the corpus, and its length."""
+        if self.whole:
+            return [(int(self.starts[i]), int(self.lengths[i])) for i in self.rows[number]]
+        return [(number * self.seq_len, self.seq_len)]
 
 
-def pack(window: np.ndarray, ends: np.ndarray) -> Row:
-    """Return one row from its tokens and the ends of its documents.
+def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
+    """Return a row, or a piece of one, from its tokens and the ends of its documents.
 
-    window: integers [seq_len + 1], or [seq_len] if nothing follows; ends: bool [seq_len], the last
-    tokens of documents.
+    window: integers [n + 1], or [n] if nothing follows; ends: bool [n], the last tokens of
+    documents. The result's are int64 [n].
     """
     index = np.arange(len(ends))
     begins = np.concatenate(([True], ends[:-1]))
     labels = np.full(len(ends), IGNORE, np.int64)
     labels[: len(window) - 1] = window[1:]
     labels[ends] = IGNORE
-    columns = {
+    return {
         "tokens": window[: len(ends)].astype(np.int64),
         "labels": labels,
         "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
         "document_ids": np.cumsum(begins) - 1,
     }
-    return {key: torch.from_numpy(column) for key, column in columns.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------- documents
-
-
-@dataclass
-class Corpus:
-    """Documents in memory, end to end.
-
-    tokens: [n]. ends: [documents], last indices. sizes: [documents], in bytes.
-    """
-
-    tokens: np.ndarray
-    ends: np.ndarray
-    sizes: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens [length + 1] from `start` on, and bool [length], true at documents' ends.
-
-        At the very end of the corpus the tokens are [length].
-        """
-        first, last = np.searchsorted(self.ends, (start, start + length))
-        ends = np.zeros(length, bool)
-        ends[self.ends[first:last] - start] = True
-        return self.tokens[start : start + length + 1], ends
-
-    def origin(self, start: int, length: int) -> str:
-        """Return the numbers of these tokens' documents, counted as they were kept."""
-        first, last = np.searchsorted(self.ends, (start, start + length - 1)) + 1
-        return f"document {first}" if first == last else f"documents {first} to {last}"
-
-    def select(self, chosen: np.ndarray) -> "Corpus":
-        """Return the documents where bool `chosen` [documents] is true."""
-        lengths = np.diff(self.ends, prepend=-1)
-        tokens = self.tokens[np.repeat(chosen, lengths)]
-        return Corpus(tokens, np.cumsum(lengths[chosen]) - 1, self.sizes[chosen])
-
-    @property
-    def predicted(self) -> int:
-        # each document's first token is not predicted
-        return len(self.tokens) - len(self.ends)
-
-
-def tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
-    """Return all documents, begun and ended as the tokenizer has it, at 2 or 4 bytes a token.
-
-    Empty ones are left out. A model is asked to continue a prompt that begins with bos: if it never
-    saw one, that would be an untrained embedding. Texts that have it written at their start, as
-    rendered chats do, get no second.
-    """
-    # config.json may name an eos far beyond the vocabulary
-    count = max(tokenizer.vocab_size, 1 + (tokenizer.eos_id or 0))
-    dtype = np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)
-    beginning = np.array(tokenizer.beginning_ids, dtype)
-    eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype).tobytes()
-    tokens = bytearray()
-    ends = array("q")
-    sizes = array("q")
-    for text in documents:
-        ids = tokenizer.encode_array(text)
-        if len(ids):
-            if not np.array_equal(ids[: len(beginning)], beginning):
-                tokens += beginning.tobytes()
-            tokens += memoryview(ids.astype(dtype))
-            tokens += eos
-            ends.append(len(tokens) // dtype.itemsize - 1)
-            sizes.append(len(text.encode("utf-8")))
-    return Corpus(
-        np.frombuffer(tokens, dtype),
-        np.array(ends, np.int64),
-        np.array(sizes, np.int64),
-    )
 
 
 def read_documents(files: list[Path], field: str) -> Iterator[str]:
@@ -234,7 +187,8 @@ def _document(field: str, record: dict, where: str) -> str:
 def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
     """Return pieces of at most `length` inputs, which predict all of a document but its first token."""
     pieces = []
-    for document in np.split(corpus.tokens.astype(np.int64), corpus.ends[:-1] + 1):
+    for first, size in zip(corpus.firsts, corpus.lengths, strict=False):
+        document, _ = corpus.read(first, size)
         for start in range(0, len(document) - 1, length):
             stop = min(start + length, len(document) - 1)
             pieces.append(Sample(document[start:stop], document[start + 1 : stop + 1]))
@@ -242,39 +196,52 @@ def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
 
 
 def _open_documents(
-    data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
+    data: Data,
+    files: list[Path],
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
 ) -> tuple[Packed, Packed | None]:
     tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
     skips = Skips(data.on_error == "skip")
+    whole = data.packing == "whole"
 
-    def cut(corpus: Corpus, what: str) -> Packed:
+    def in_rows(corpus: Corpus, what: str) -> Packed:
         problem = ""
         if not corpus.predicted:
             problem = "no token to predict"
-        elif len(corpus) < seq_len:
+        elif len(corpus) < seq_len and not whole:
             problem = f"{len(corpus)} tokens, less than one row of batch.seq_len={seq_len}"
         if problem:
             raise InputError(f"{what} holds {problem}{skips.aside}")
-        bytes_per_token = corpus.sizes.sum().item() / corpus.predicted
-        return Packed(corpus, seq_len, seed, bytes_per_token, about=skips.note)
+        return Packed(corpus, seq_len, seed, skips.note, whole)
 
     source = f"data.path={data.path}"
     if data.kind == "text":
-        documents = read_texts(files, skips)
+        documents = read_texts(files, skips, in_pieces=bool(data.cache))
     else:
         documents = read_records(files, partial(_document, data.field), skips)
+    lone = False
+    if data.cache:
+        own = tokenizer_file(data.tokenizer)
+        seen = [*files, *(with_companions(own) if own else [])]
+        stamps = [(str(file.resolve()), stamp_of(file)) for file in seen]
+        made_of = (data.kind, data.field, data.on_error, tokenizer.below, stamps)
+        corpus = keep_tokens(documents, tokenizer, data.cache, made_of, skips)
+    else:
+        if data.validation:
+            lone, documents = split_lone(documents, data.validation)
+        corpus = tokenize(documents, tokenizer)
     held = None
     if data.validation:
-        lone, documents = split_lone(documents, data.validation)
-        corpus = tokenize(documents, tokenizer)
-        count = len(corpus.ends)
+        count = len(corpus.lengths)
         chosen = np.array([False, True])
         if not lone or count != 2:
             chosen = hold_out(count, data.validation, seed)
-        train = cut(corpus.select(~chosen), f"{source} without validation")
-        held = cut(corpus.select(chosen), f"data.validation={data.validation}")
+        train = in_rows(corpus.select(~chosen), f"{source} without validation")
+        held = in_rows(corpus.select(chosen), f"data.validation={data.validation}")
     else:
-        train = cut(tokenize(documents, tokenizer), source)
+        train = in_rows(corpus, source)
     if tokenizer.eos_id is None:
         unended = f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
         train.about = "; ".join(filter(None, [train.about, unended]))
@@ -339,7 +306,11 @@ def split_off(items: Sequence, share: float, seed: int) -> tuple[list, list]:
 
 
 def _open_token_files(
-    data: Data, files: list[Path], seq_len: int, vocab_size: int, seed: int
+    data: Data,
+    files: list[Path],
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
 ) -> tuple[Packed, Packed | None]:
     """Open token files and hold out the end of each: whole rows, or less if that is the share."""
     end = -1
@@ -353,16 +324,23 @@ def _open_token_files(
     if data.tokenizer != "bytes":
         fitting_tokenizer(data.tokenizer, vocab_size)
     skips = Skips(data.on_error == "skip")
+    whole = data.packing == "whole"
     train = []
     held = []
     for file in files:
-        tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size, end)
+        tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size)
         if tokens is not None:
-            whole = seq_len * round(data.validation * (len(tokens) // seq_len))
-            cut = len(tokens) - (whole or round(data.validation * len(tokens)))
-            train.append(replace(tokens, stop=cut))
-            held.append(replace(tokens, first=cut))
-    train, held = (_usable_rows(TokenFiles(parts), seq_len, seed, skips) for parts in (train, held))
+            if whole and end >= 0:
+                tokens.find_documents(end)
+            size = len(tokens)
+            rows = seq_len * round(data.validation * (size // seq_len))
+            cut = size - (rows or round(data.validation * size))
+            train.append((tokens, 0, cut))
+            held.append((tokens, cut, size))
+    train, held = (
+        _usable_rows(Packed(join_files(parts, end), seq_len, seed, whole=whole), skips)
+        for parts in (train, held)
+    )
     none = f"no row of batch.seq_len={seq_len}"
     if not len(train):
         size = f"{len(train.corpus):,} tokens to train on, {none}"
@@ -370,16 +348,14 @@ def _open_token_files(
     if data.validation and not len(held):
         size = f"{len(held.corpus):,} tokens, {none}"
         raise InputError(f"data.validation={data.validation} holds out {size}")
-    train.about = skips.note
+    train.about = "; ".join(filter(None, [skips.note, train.about]))
     return train, held if data.validation else None
 
 
-def _usable_rows(corpus: TokenFiles, seq_len: int, seed: int, skips: Skips) -> Packed:
+def _usable_rows(rows: Packed, skips: Skips) -> Packed:
     """Return all rows, some of them checked; or if bad ones are to be skipped, the good rows."""
-    rows = Packed(corpus, seq_len, seed)
-    step = 1 if skips.allowed else 1 + len(rows) * seq_len // CHECKED
-    checked = rows.usable[::step]
-    good = [n for n in checked if skips.read(corpus.read, n * seq_len, seq_len) is not None]
+    step = 1 if skips.allowed else 1 + len(rows) * rows.seq_len // CHECKED
+    good = [n for n in rows.usable[::step] if skips.read(rows.load, n) is not None]
     if skips.allowed:
         rows.usable = np.array(good, np.int64)
     return rows

@@ -1,4 +1,4 @@
-"""Files of tokens, raw or .npy, of any size: a row is read when it is needed.
+"""Files of tokens, raw, .npy, llm.c's or Megatron's, of any size: a row is read when it is needed.
 
 They are not memory-mapped, because reading a mapped file that has shrunk kills the process; here it
 is an error, as is any other change of a file since it was opened. The files read last stay open,
@@ -7,12 +7,10 @@ giving its old bytes. text.py cuts them into rows.
 """
 
 import os
-from bisect import bisect_right
-from collections.abc import Iterator
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -26,49 +24,60 @@ OPEN = 128
 LLMC_HEADER = 1024
 # type by magic number, of GPT-2's and Llama 3's tokens
 LLMC = {20240520: "<u2", 20240801: "<u4"}
+# magic, version, type, number of sequences and of documents + 1; types of integers by their codes
+MEGATRON_HEADER = "<9sQBQQ"
+MEGATRON = {
+    1: "<u1",
+    2: "<i1",
+    3: "<i2",
+    4: "<i4",
+    5: "<i8",
+    8: "<u2",
+}
 NPY = b"\x93NUMPY"
 # the width of raw tokens is guessed from at most and at least so many
 LOOKED_AT = 1 << 13
 FEWEST = 1 << 7
+# tokens that are looked through at once
+BLOCK = 1 << 20
 
 
 @dataclass
 class TokenFile:
-    """Tokens [n] of a file, from number `first` to before `stop`.
+    """Tokens of a file, read as file[start:stop].
 
-    offset: of the file's first token, in bytes. document_end: the id that ends a document, or -1.
-    stamp: the file's, when it was opened.
+    offset: of the file's first token, in bytes. lengths: int64 [documents], in tokens; one for all
+    where nothing tells documents. stamp: the file's, when it was opened.
     """
 
     file: Path
     dtype: np.dtype
     offset: int
-    first: int
-    stop: int
+    lengths: np.ndarray
     vocab_size: int
-    document_end: int
     stamp: tuple[int, int]
 
     def __len__(self) -> int:
-        return self.stop - self.first
+        return int(self.lengths.sum())
 
-    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and document ends, as Corpus.read (text.py).
-
-        Raises InputError for a token outside the vocabulary, and for a changed file.
-        """
-        place = self.first + start
-        window = self._load(place, min(length + 1, self.stop - place))
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return tokens. Raises InputError for one outside the vocabulary, and a changed file."""
+        window = self._load(part.start, part.stop - part.start)
         wrong = np.flatnonzero((window < 0) | (window >= self.vocab_size))
         if len(wrong):
-            where = f"{self.file} holds {window[wrong[0]]} at token {place + wrong[0]}"
+            where = f"{self.file} holds {window[wrong[0]]} at token {part.start + wrong[0]}"
             raise InputError(
                 f"{where}, outside the vocabulary of model.vocab_size={self.vocab_size}"
             )
-        return window, window[:length] == self.document_end
+        return window
 
-    def origin(self, start: int, length: int) -> str:
-        return f"{self.file} tokens {self.first + start} to {self.first + start + length - 1}"
+    def find_documents(self, end: int) -> None:
+        """Set the lengths of documents, each of which the token `end` ends: reads all of the file."""
+        size = len(self)
+        blocks = range(0, size, BLOCK)
+        ends = [np.flatnonzero(self._load(n, min(BLOCK, size - n)) == end) + n + 1 for n in blocks]
+        borders = np.unique(np.concatenate([[0], *ends, [size]]))
+        self.lengths = np.diff(borders)
 
     def _load(self, place: int, count: int) -> np.ndarray:
         size = self.dtype.itemsize
@@ -81,47 +90,6 @@ class TokenFile:
                 f"{self.file} ends before token {place + count}, which it had when the run began"
             )
         return np.frombuffer(raw, self.dtype)
-
-
-class TokenFiles:
-    """Token files laid end to end. A document ends where a file ends. Files may be empty."""
-
-    def __init__(self, files: list[TokenFile]):
-        self.files = [file for file in files if len(file)]
-        self.firsts = list(accumulate(map(len, self.files), initial=0))
-
-    def __len__(self) -> int:
-        return self.firsts[-1]
-
-    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and document ends, as Corpus.read (text.py), from one or more files."""
-        windows = []
-        ends = []
-        for file, place, count in self._parts(start, length):
-            window, document_ends = file.read(place, count)
-            document_ends[count - 1] |= place + count == len(file)
-            windows.append(window[:count].astype(np.int64))
-            ends.append(document_ends)
-        # the token that follows, if the last file has one
-        windows.append(window[count:].astype(np.int64))
-        return np.concatenate(windows), np.concatenate(ends)
-
-    def origin(self, start: int, length: int) -> str:
-        return ", ".join(
-            file.origin(place, count) for file, place, count in self._parts(start, length)
-        )
-
-    def _parts(self, start: int, length: int) -> Iterator[tuple[TokenFile, int, int]]:
-        """Yield the files that hold these tokens, as (file, first token in it, token count)."""
-        number = bisect_right(self.firsts, start) - 1
-        while length:
-            file = self.files[number]
-            place = start - self.firsts[number]
-            count = min(length, len(file) - place)
-            yield file, place, count
-            number += 1
-            start += count
-            length -= count
 
 
 def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
@@ -161,14 +129,22 @@ def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> Non
         )
 
 
-def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) -> TokenFile:
-    """Open a .npy file, one with llm.c's header, or raw little-endian tokens of `raw_dtype`."""
+def open_tokens(file: Path, raw_dtype: str, vocab_size: int) -> TokenFile:
+    """Open a .npy file, one with llm.c's header or Megatron's .idx, or raw tokens of `raw_dtype`.
+
+    Raw ones are little-endian.
+    """
+    index = file.with_suffix(".idx")
+    lengths = None
     try:
         with readable(file):
             stamp = stamp_of(file)
             head = read_head(file)
             if file.suffix == ".npy":
                 tokens = np.lib.format.open_memmap(file, mode="r")
+            elif file.suffix == ".bin" and index.exists():
+                dtype, lengths = read_megatron_index(index, stamp[0])
+                tokens = np.memmap(file, dtype, mode="r")
             elif header := read_llmc_header(file, head, stamp[0]):
                 tokens = np.memmap(file, header, mode="r", offset=LLMC_HEADER)
             elif what := kind_of_tokens(file, head):
@@ -188,11 +164,45 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int, document_end: int) 
         ) from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
-    if file.suffix != ".npy" and not tokens.offset:
-        check_width(file, tokens[:LOOKED_AT], vocab_size)
-    return TokenFile(
-        file, tokens.dtype, tokens.offset, 0, len(tokens), vocab_size, document_end, stamp
+    if lengths is None:
+        lengths = np.array([len(tokens)])
+        if file.suffix != ".npy" and not tokens.offset:
+            check_width(file, tokens[:LOOKED_AT], vocab_size)
+    return TokenFile(file, tokens.dtype, tokens.offset, lengths, vocab_size, stamp)
+
+
+def read_megatron_index(index: Path, size: int) -> tuple[np.dtype, np.ndarray]:
+    """Return the dtype of a .bin file of `size` bytes, and its documents' lengths in tokens.
+
+    Behind the header are the sequences' lengths (int32) and first bytes (int64), and the numbers of
+    the sequences that documents begin with, then that of all sequences (int64);
+    Megatron-LM/megatron/core/datasets/indexed_dataset.py.
+    """
+    with readable(index):
+        raw = index.read_bytes()
+    begin = struct.calcsize(MEGATRON_HEADER)
+    magic, version, code, count, documents = struct.unpack(
+        MEGATRON_HEADER, raw[:begin].ljust(begin, b"\0")
     )
+    if magic != b"MMIDIDX\0\0" or version != 1 or code not in MEGATRON:
+        raise InputError(f"{index} is not version 1 of Megatron's index of a file of integers")
+    if len(raw) != begin + 12 * count + 8 * documents:
+        told = f"for {count:,} sequences, but {len(raw):,} bytes (is it whole?)"
+        raise InputError(f"{index} has a header {told}")
+    dtype = np.dtype(MEGATRON[code])
+    lengths = np.frombuffer(raw, "<i4", count, begin)
+    places = np.frombuffer(raw, "<i8", count, begin + 4 * count)
+    firsts = np.frombuffer(raw, "<i8", documents, begin + 12 * count)
+    borders = np.cumsum(np.append(0, lengths))
+    total = int(borders[-1]) * dtype.itemsize
+    if size != total or (lengths < 0).any() or (places != borders[:-1] * dtype.itemsize).any():
+        told = (
+            f"{size:,} bytes, its index {index.name} tells of {total:,}, one sequence after another"
+        )
+        raise InputError(f"{index.with_suffix('.bin')} has {told}")
+    if [*firsts[:1], *firsts[-1:]] != [0, count] or (np.diff(firsts) < 0).any():
+        raise InputError(f"{index} does not divide its {count:,} sequences into documents")
+    return dtype, np.diff(borders[firsts])
 
 
 def read_llmc_header(file: Path, head: bytes, size: int) -> np.dtype | None:

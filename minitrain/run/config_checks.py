@@ -34,6 +34,7 @@ def validate(c: Config) -> None:
     checks = [
         _range_faults,
         _value_faults,
+        _data_faults,
         _run_faults,
         _precision_faults,
         expert_parallel_faults,
@@ -71,7 +72,6 @@ def _value_faults(c: Config) -> Faults:
     """Yield values that no least or most of a field can say, and those that need another setting."""
     b = c.batch
     o = c.optim
-    d = c.data
     # weights that get no gradient would become 0 / 0
     yield o.name == "adamw" and o.eps < 1e-30, f"optim.eps={o.eps} must be at least 1e-30"
     shards = c.parallel.dp_shard
@@ -93,19 +93,6 @@ def _value_faults(c: Config) -> Faults:
         f"optim.final_lr={o.final_lr} must be between 0 and 1, a share of optim.lr",
     )
     yield (
-        not 0 <= d.validation < 1,
-        f"data.validation={d.validation} must be at least 0 and below 1",
-    )
-    yield d.kind not in ("mock", "shapes") and not d.path, f"data.kind={d.kind} needs data.path"
-    yield (
-        max(d.size, default=0) > 1 << 20,
-        f"data.size={d.size} must be numbers of at most 1,048,576",
-    )
-    yield (
-        d.packed is not None and c.task not in CHATS,
-        f"data.packed={str(d.packed).lower()} is for task=sft, lora and dpo, not for task={c.task} (leave it out)",
-    )
-    yield (
         isinstance(c.recompute, int) and c.recompute < 2,
         f"recompute={c.recompute} must be none, full, attention, selective or a whole number of at least 2 "
         f"(every n-th block)",
@@ -123,6 +110,32 @@ def _value_faults(c: Config) -> Faults:
         not 0 < c.rollout.memory <= 1,
         f"rollout.memory={c.rollout.memory} must be above 0 and at most 1: a share of the free memory",
     )
+
+
+def _data_faults(c: Config) -> Faults:
+    d = c.data
+    yield (
+        not 0 <= d.validation < 1,
+        f"data.validation={d.validation} must be at least 0 and below 1",
+    )
+    yield d.kind not in ("mock", "shapes") and not d.path, f"data.kind={d.kind} needs data.path"
+    yield (
+        max(d.size, default=0) > 1 << 20,
+        f"data.size={d.size} must be numbers of at most 1,048,576",
+    )
+    yield (
+        d.packed is not None and c.task not in CHATS,
+        f"data.packed={str(d.packed).lower()} is for task=sft, lora and dpo, not for task={c.task} (leave it out)",
+    )
+    texts = ("text", "jsonl")
+    for name, given, kinds in (
+        ("packing=whole", d.packing == "whole", (*texts, "tokens")),
+        (f"cache={d.cache}", d.cache, texts),
+    ):
+        yield (
+            given and (c.task != "pretrain" or d.kind not in kinds),
+            f"data.{name} is for task=pretrain and data.kind={' or '.join(kinds)} (leave it out)",
+        )
 
 
 def _run_faults(c: Config) -> Faults:

@@ -63,6 +63,8 @@ def data_files(data: Data) -> list[Path]:
     if data.kind in ("mock", "shapes"):
         return []
     files = find_files(data)
+    indices = [file.with_suffix(".idx") for file in files if file.suffix == ".bin"]
+    files += filter(Path.exists, indices)
     if data.kind in ("text", "jsonl") and (tokenizer := tokenizer_file(data.tokenizer)):
         files += with_companions(tokenizer)
     return files

@@ -65,5 +65,5 @@ def write_tokens(
     from minitrain.data.tokenizer import load_tokenizer
 
     corpus = tokenize(read_documents(files, field), load_tokenizer(tokenizer))
-    np.save(folder / f"{number:05d}.npy", corpus.tokens)
-    return len(corpus.ends), len(corpus)
+    np.save(folder / f"{number:05d}.npy", corpus.stores[0])
+    return len(corpus.lengths), len(corpus)

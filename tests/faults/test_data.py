@@ -154,7 +154,7 @@ def test_damaged_headers(tmp_path):
         for mask in (1, 4, 32, 64):
             bad.write_bytes(whole[:place] + bytes([whole[place] ^ mask]) + whole[place + 1 :])
             try:
-                assert len(open_tokens(bad, "uint16", 258, -1)) <= 4000
+                assert len(open_tokens(bad, "uint16", 258)) <= 4000
             except InputError as error:
                 assert str(error).startswith(f"{bad} ") and str(error).isprintable()
                 refused += 1
@@ -223,14 +223,14 @@ def test_rows_are_looked_at_evenly_over_all_files(tmp_path, monkeypatch):
     """Before training, of 20 files with 3 rows each: no more tokens than the limit."""
     for n in range(20):
         np.zeros(48, "<u2").tofile(tmp_path / f"{n:02d}.bin")
-    looked, read = [], TokenFile.read
+    looked, read = [], TokenFile.__getitem__
     monkeypatch.setattr("minitrain.data.text.CHECKED", 160)
 
-    def look(shard, start, length):
-        looked.append((int(shard.file.stem), start))
-        return read(shard, start, length)
+    def look(shard, part):
+        looked.append((int(shard.file.stem), part.start))
+        return read(shard, part)
 
-    monkeypatch.setattr(TokenFile, "read", look)
+    monkeypatch.setattr(TokenFile, "__getitem__", look)
     open_dataset(config_of("pretrain", tmp_path, kind="tokens"))
     assert looked == [(row // 3, row % 3 * 16) for row in range(0, 60, 7)] and len(looked) * 16 <= 160
 
