@@ -24,14 +24,15 @@ from torch.optim.adamw import adamw
 from minitrain.hashing import mix
 from minitrain.parallel.shards import Slices, local_shard, to_local
 
-# numbers that are converted to fp32 at a time
+# how many numbers are converted to fp32 at a time
 AT_ONCE = 1 << 24
 
 
 class RowBlock(NamedTuple):
     """Consecutive rows of a parameter with their gradient and states, all views of local shards.
 
-    slices: their position in the full parameter.
+    slices: their position in the full parameter. step: updates so far, an fp32 scalar.
+    weight, gradient, exp_avg, exp_avg_sq: each [rows, ...], in fp32 or bf16.
     """
 
     name: str
@@ -70,6 +71,7 @@ class AdamW(torch.optim.Optimizer):
         # a scalar 1 if `update_weights` skips this update
         skip = getattr(self, "found_inf", None)
         for group in self.param_groups:
+            # blocks bound the memory of fp32 copies
             for blocks in group_by_size(self.row_blocks(group)):
                 self.update(blocks, group, skip)
             for parameter in group["params"]:
@@ -81,6 +83,7 @@ class AdamW(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
+            # empty before the first update
             state = self.state[parameter] or self.new_state(parameter, group["states"])
             weight, slices = local_shard(parameter)
             others = (parameter.grad, state["exp_avg"], state["exp_avg_sq"])
@@ -88,7 +91,10 @@ class AdamW(torch.optim.Optimizer):
             yield from split_rows(self.names[parameter], slices, state["step"], tensors)
 
     def new_state(self, parameter: Parameter, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Set a parameter's state to zeros, under the names of torch.optim.AdamW, and return it."""
+        """Set a parameter's state to zeros, under the names of torch.optim.AdamW, and return it.
+
+        parameter: [...], as exp_avg and exp_avg_sq; step is a scalar.
+        """
         self.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, dtype=dtype),
@@ -97,7 +103,8 @@ class AdamW(torch.optim.Optimizer):
         return self.state[parameter]
 
     def update(self, blocks: list[RowBlock], group: dict, skip: Tensor | None) -> None:
-        """Update blocks of rows in place with torch's fused kernel, unless `skip` is 1."""
+        """Update blocks [rows, ...] in place with torch's fused kernel, unless `skip` is 1."""
+        # copies of bf16 numbers; float() returns fp32 tensors themselves, which change in place
         weights, gradients, averages, squares = (
             [getattr(block, key).float() for block in blocks]
             for key in ("weight", "gradient", "exp_avg", "exp_avg_sq")
@@ -108,7 +115,9 @@ class AdamW(torch.optim.Optimizer):
             gradients,
             averages,
             squares,
+            # the maxima of AMSGrad
             [],
+            # the kernel adds 1 to its steps, but a parameter's is shared by its blocks
             [block.step.clone() for block in blocks],
             fused=True,
             amsgrad=False,
@@ -123,7 +132,7 @@ class AdamW(torch.optim.Optimizer):
         for block, *updated in zip(blocks, weights, averages, squares, strict=True):
             for key, value in zip(("weight", "exp_avg", "exp_avg_sq"), updated, strict=True):
                 stored = getattr(block, key)
-                # fp32 numbers are updated in place
+                # round the copy back
                 if stored.dtype == torch.bfloat16:
                     if self.stochastic:
                         bits = random_bits(f"{block.name}/{key}", block.step, block.slices)
@@ -134,10 +143,14 @@ class AdamW(torch.optim.Optimizer):
 def split_rows(
     name: str, slices: Slices, step: Tensor, tensors: list[Tensor]
 ) -> Iterator[RowBlock]:
-    """Yield blocks of at most AT_ONCE numbers, or one row; none of an empty shard."""
+    """Yield blocks of at most AT_ONCE numbers, or one row; none of an empty shard.
+
+    tensors: a parameter's weight, gradient and states, each [rows, ...].
+    """
     if not tensors[0].numel():
         return
     rows = max(1, AT_ONCE // tensors[0][:1].numel())
+    # the shard's first row in the full parameter
     first = slices[0].start
     for start in range(0, len(tensors[0]), rows):
         parts = [tensor[start : start + rows] for tensor in tensors]
@@ -164,21 +177,23 @@ def group_by_size(blocks: Iterator[RowBlock]) -> Iterator[list[RowBlock]]:
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """Round x, fp32, up or down to bf16, the nearer number more often: the mean over `bits` is x.
+    """Round x, fp32 [...], up or down to bf16, the nearer number more often: on average to x.
 
-    bits: int32, uniform in [0, 2^16), of x's shape.
+    bits: int32 [...], uniform in [0, 2^16).
     bf16 is the upper half of fp32. Adding random bits to the lower half carries into the upper half
     with the right probability. Infinities and NaNs stay.
     """
+    # the mask clears the lower half
     rounded = ((x.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     # a carry can turn NaN into a number
     return torch.where(x.isnan(), x, rounded).bfloat16()
 
 
 def random_bits(key: str, step: Tensor, slices: Slices) -> Tensor:
-    """Return int32 numbers, uniform in [0, 2^16): `slices` of the tensor that key and step choose.
+    """Return random int32 numbers, uniform in [0, 2^16), for `slices` of a full tensor.
 
-    One dimension is hashed after the other, so only the last hash has the full size.
+    The result is [one dimension per slice]; it depends on key, step and the index in the full
+    tensor alone. One dimension is hashed after the other, so only the last hash has the full size.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little", signed=True)
     bits = mix(step.to(torch.int32) ^ seed)

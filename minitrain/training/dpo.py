@@ -1,6 +1,7 @@
 """Direct preference optimization (Rafailov et al. 2023): learn from pairs of replies, one preferred.
 
-A pair's margin is what training has made of its two replies, each a sum over the reply's tokens:
+A pair's margin tells how far training has moved its two replies apart. Log-probabilities are sums
+over a reply's tokens:
 
     ratio    log p(reply) now - log p(reply) of the reference
     margin   ratio of the chosen reply - ratio of the rejected one
@@ -49,12 +50,14 @@ class Preferences:
 
     def count(self, batch: Batch) -> int:
         """Return the number of pairs; both replies of each have labels."""
+        # [micro, seq]
         predicted = batch["labels"] != IGNORE
+        # [micro]: the last reply's number in each row, -1 in an empty one
         last = batch["document_ids"].where(predicted, -1).amax(1)
         return int((last + 1).sum()) // 2
 
     def loss(self, model: Module, batch: Batch) -> Tensor:
-        """Return the sum of the pairs' losses, a scalar."""
+        """Return the sum of the pairs' losses, a scalar. Values of the batch: [micro, seq]."""
         return call(model, batch, partial(self.head, batch))
 
     def head(self, batch: Batch, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -77,7 +80,10 @@ class Preferences:
         return (losses * valid).sum()
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio."""
+        """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio.
+
+        sum_over: sums a tensor over ranks with other rows, here [4].
+        """
         pairs, *sums = sum_over(self.sums).tolist()
         self.sums = torch.zeros(4)
         right, chosen, rejected = (each / max(pairs, 1) for each in sums)
@@ -90,7 +96,7 @@ class Preferences:
 
 
 def pair_losses(settings: DPO, margin: Tensor) -> Tensor:
-    """Return each pair's loss from its margin, in the margin's shape."""
+    """Return each pair's loss, [micro, pairs], from its margin, [micro, pairs]."""
     if settings.loss == "ipo":
         return (margin - 1 / (2 * settings.beta)).square()
     return -F.logsigmoid(settings.beta * margin)

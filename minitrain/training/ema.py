@@ -24,10 +24,15 @@ from minitrain.settings import Optim
 def update_averages(
     optimizer: torch.optim.Optimizer, settings: Optim, step: int, finite: Tensor
 ) -> None:
-    """Update the averages after the optimizer's step, unless that was skipped: `finite` is False."""
+    """Update the averages, fp32 [...] as the weights, after the optimizer's step.
+
+    step: the update's number, from 0. finite: a bool scalar; if False, the step was skipped and the
+    averages stay.
+    """
     decay = settings.ema
     if settings.ema_warmup:
         decay = min(decay, (1 + step) / (10 + step))
+    # on the device: the host does not wait to know whether the step was skipped
     rate = (1 - decay) * finite
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -62,6 +67,7 @@ def averaged_weights(model: Module, optimizer: torch.optim.Optimizer) -> Iterato
     """
     states = optimizer.state.items()
     averages = {parameter: state["ema"] for parameter, state in states if "ema" in state}
+    # the local shards
     kept = {parameter: parameter.detach().clone() for parameter in averages}
     fill(model, averages)
     try:
@@ -72,8 +78,8 @@ def averaged_weights(model: Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 @torch.no_grad()
 def fill(model: Module, values: dict[Tensor, Tensor]) -> None:
-    """Set parameters to values."""
-    # else FSDP would go on with what it has gathered
+    """Set parameters [...] to values, each of its parameter's shape and sharding."""
+    # else FSDP would go on with the weights that it has gathered
     reshard(model)
     for parameter, value in values.items():
         to_local(parameter).copy_(to_local(value))

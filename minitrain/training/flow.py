@@ -46,10 +46,14 @@ class FlowMatching:
         self.totals = None
 
     def count(self, batch: Batch) -> int:
+        """Return the number of loss terms: videos, or with reduction=element numbers of latents."""
+        # [batch, channels, frames, height, width]
         latents = batch["latents"]
         return latents.numel() if self.settings.reduction == "element" else len(latents)
 
     def loss(self, model: Module, batch: Batch) -> Tensor:
+        """Return the sum of a batch's loss terms, an fp32 scalar."""
+        # [batch, channels, frames, height, width], as noise and velocity
         latents = batch["latents"]
         noise = batch["noise"]
         sigma = batch["sigma"].float()
@@ -58,6 +62,7 @@ class FlowMatching:
             noisy = torch.cat([noisy, batch["condition"]], dim=1)
         image = [batch["image"]] if "image" in batch else []
         velocity = model(noisy, 1000 * sigma, batch["text"], *image)
+        # of each video: 1, or its number of elements
         terms = self.count(batch) / len(latents)
         # [batch]
         errors = (velocity - (noise - latents)).square().flatten(1).mean(1) * terms
@@ -68,16 +73,24 @@ class FlowMatching:
         return (errors * weight(sigma, self.settings)).sum()
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the unweighted mean squared error by quartile of sigma, and the number of tokens."""
+        """Return the unweighted mean squared error by quartile of sigma, and the number of tokens.
+
+        sum_over: sums a tensor over the ranks, here [3, 4].
+        """
+        # each a list of 4, one number for each quartile
         errors, terms, elements = sum_over(self.totals).tolist()
         self.totals = None
         losses = {f"loss_sigma_q{i + 1}": errors[i] / terms[i] for i in range(4) if terms[i]}
         return losses | {"video_tokens": sum(elements) / self.patch_elements}
 
     def _record(self, sigma: Tensor, errors: Tensor, terms: float, elements: int) -> None:
-        """Add to the totals by quartile of sigma: errors, loss terms, elements of latents."""
+        """Add to the totals by quartile of sigma: errors, loss terms, elements of latents.
+
+        sigma, errors: [batch]. terms, elements: of each video.
+        """
         if self.totals is None:
             self.totals = torch.zeros(3, 4, dtype=torch.float64, device=sigma.device)
+        # [batch]; the quartiles are those of sigma's range, 0 to 1
         quartile = (4 * sigma).long().clamp(max=3)
         errors = errors.double()
         numbers = [errors, torch.full_like(errors, terms), torch.full_like(errors, elements)]
@@ -88,8 +101,9 @@ class FlowMatching:
 
 
 def sigma_from_uniform(u: Tensor, settings: Diffusion) -> Tensor:
-    """Map uniform u in [0, 1], fp64, to sigmas of the settings' distribution within its limits."""
+    """Map uniform u in [0, 1], fp64 [...], to sigmas [...] of the settings' distribution."""
     if settings.sampling == "mixed":
+        # u below `share` draws from the uniform distribution: stretch both parts to [0, 1]
         uniform, normal = probabilities(settings).values()
         share = uniform / (uniform + normal)
         others = within_limits("logit_normal", (u - share) / (1 - share), settings)
@@ -101,19 +115,20 @@ def sigma_from_uniform(u: Tensor, settings: Diffusion) -> Tensor:
 
 
 def within_limits(sampling: str, u: Tensor, settings: Diffusion) -> Tensor:
-    """Return the quantiles of u, before the shift, of one distribution cut at the limits."""
+    """Return one distribution's quantiles at u [...], before the shift, cut at the sigma limits."""
     low, high = quantile_limits(sampling, settings)
     return QUANTILES[sampling]((low + (high - low) * u).clamp(0, 1), settings)
 
 
 @lru_cache
 def quantile_limits(sampling: str, settings: Diffusion) -> tuple[float, float]:
-    """Return the quantiles of sigma_min and sigma_max, the smaller first, by bisection."""
+    """Find by bisection which u give sigma_min and sigma_max; return the smaller u first."""
 
     def sigma(u: float) -> float:
         x = QUANTILES[sampling](torch.tensor(u, dtype=torch.float64), settings)
         return shift_sigma(x, settings.shift).item()
 
+    # mode sampling falls
     rising = sigma(1.0) > sigma(0.0)
     found = []
     for limit in (settings.sigma_min, settings.sigma_max):
@@ -134,7 +149,7 @@ def check_diffusion(settings: Diffusion) -> None:
     for name in ("uniform_share", "text_dropout"):
         if not 0 <= getattr(settings, name) <= 1:
             raise InputError(f"diffusion.{name}={getattr(settings, name)} must be between 0 and 1")
-    # outside, sigma is not monotonic in u
+    # outside of these bounds, `mode` is not monotonic in u
     if not -1 <= settings.mode_scale <= 2 / (math.pi - 2):
         raise InputError(f"diffusion.mode_scale={settings.mode_scale} must be between -1 and 1.75")
     limits = f"diffusion.sigma_min={settings.sigma_min} and sigma_max={settings.sigma_max}"
@@ -161,10 +176,12 @@ def probabilities(settings: Diffusion) -> dict[str, float]:
 
 
 def logit_normal(u: Tensor, settings: Diffusion) -> Tensor:
+    # [...]: the normal distribution's quantile, through a sigmoid (Esser et al. 2024)
     return torch.sigmoid(settings.mean + settings.std * torch.special.ndtri(u))
 
 
 def mode(u: Tensor, settings: Diffusion) -> Tensor:
+    # [...]: heavy tails at both ends if mode_scale > 0 (Esser et al. 2024)
     return 1 - u - settings.mode_scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
 
 
@@ -172,7 +189,7 @@ QUANTILES = {"uniform": lambda u, settings: u, "logit_normal": logit_normal, "mo
 
 
 def shift_sigma(u: Tensor, shift: float) -> Tensor:
-    """Move u in (0, 1) towards 1 if shift > 1 (Esser et al. 2024, section 5.3.2)."""
+    """Move u [...] in (0, 1) towards 1 if shift > 1 (Esser et al. 2024, section 5.3.2)."""
     return shift * u / (1 + (shift - 1) * u)
 
 
@@ -190,6 +207,7 @@ def weight(sigma: Tensor, settings: Diffusion) -> Tensor:
 
 
 def bell(sigma: Tensor) -> Tensor:
+    # [...]: highest at sigma 0.5, and 0 at 0 and 1
     return torch.exp(-2 * (sigma - 0.5) ** 2) - math.exp(-0.5)
 
 
@@ -224,10 +242,11 @@ class Noised:
         return len(self.dataset)
 
     def row(self, n: int) -> Batch:
-        """Return the dataset's row n with noise, of the shape of its latents, and a scalar sigma."""
+        """Return the dataset's row n with noise [channels, frames, height, width] and sigma []."""
         row = dict(self.dataset.row(n))
         negative = row.pop("negative", torch.zeros_like(row["text"]))
         random = generator(self.seed, self.held_out, n)
+        # u decides sigma, v whether the text is dropped
         u, v = torch.rand(2, dtype=torch.float64, generator=random)
         row["noise"] = torch.randn(
             row["latents"].shape, generator=random, dtype=row["latents"].dtype

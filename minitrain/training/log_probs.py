@@ -32,6 +32,7 @@ class LogProbs:
         """Return the labels' log-probabilities, fp32 [micro, seq]."""
 
         def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            # [micro, seq]
             log_probs, _ = linear_log_probs(hidden, weight, labels, self.temperature)
             return log_probs
 
@@ -67,6 +68,7 @@ class _LinearLogProbs(torch.autograd.Function):
         chunks = split_chunks(hidden, labels)
         results = [log_probs_of(matmul(x, weight.T), y, temperature, shard) for x, y in chunks]
         log_probs, entropy, log_total = map(torch.cat, zip(*results, strict=True))
+        # log_total, fp32 [tokens], saves the backward pass a reduction over the vocabulary
         ctx.save_for_backward(hidden, weight, labels, log_total)
         ctx.temperature = temperature
         ctx.shard = shard
@@ -79,6 +81,7 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_of_chunk = fused(_log_prob_grad, weight)
 
         def grad_of(logits: Tensor, chunk: slice) -> Tensor:
+            # logits, and what is returned: [tokens of the chunk, vocab / tp]
             norms = log_total[chunk, None]
             given = grad[chunk, None]
             return grad_of_chunk(logits, labels[chunk], ctx.temperature, ctx.shard, norms, given)
@@ -107,6 +110,7 @@ def _log_prob_grad(
     logits = logits.float().div_(temperature)
     valid, mine, columns = find_labels(labels, shard, logits.shape[1])
     scale = grad * valid / temperature
+    # a label's own gradient, 1 - p, is computed in fp32: in bf16, p near 1 would leave nothing
     at_labels = scale * (mine.float() - (logits.gather(1, columns) - log_total).exp())
     grad = logits.sub_(log_total).exp_().mul_(-scale).to(dtype)
     return grad.scatter_(1, columns, at_labels.to(dtype))
@@ -126,6 +130,7 @@ def _log_prob_entropy_norm(
     """
     logits = logits.float().div_(temperature)
     valid, mine, columns = find_labels(labels, shard, logits.shape[1])
+    # [tokens, 1], as target, total and weighted
     peak = logits.amax(-1, keepdim=True)
     target = logits.gather(1, columns) * mine
     shifted = logits.sub_(peak)
@@ -135,6 +140,7 @@ def _log_prob_entropy_norm(
     # each [shards, tokens, 1]
     gathered = shard.gather(torch.stack([peak, total, weighted, target]))
     peaks, totals, weighted, targets = gathered.unbind(1)
+    # d is [shards, tokens, 1] as in the docstring; sums over the shards are [tokens, 1] again
     highest = peaks.amax(0)
     d = peaks - highest
     total = (totals * d.exp()).sum(0)

@@ -69,13 +69,14 @@ class Trainer:
         return micro_batches
 
     def step(self, dataset, step: int) -> dict[str, Tensor]:
-        """Run one optimizer step on the rows of `step`. Return loss and grad_norm, on the device."""
+        """Run one optimizer step on the rows of `step`. Return loss and grad_norm, scalars []."""
         return self.update(self.micro_batches(dataset, step), step)
 
     def update(self, micro_batches: list[Batch], step: int) -> dict[str, Tensor]:
         """Run one optimizer step on this rank's micro-batches, at the learning rate of `step`.
 
-        If loss or norm is not finite, no rank changes anything: all ranks have the same values.
+        Values of micro-batches are [batch.micro, seq / cp, ...]. Returns loss and grad_norm, both
+        scalars on the device. If one is not finite, no rank changes anything: all have the same.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
@@ -90,6 +91,7 @@ class Trainer:
         # Wan has no experts
         speed = getattr(self.config.model.config, "bias_update_speed", 0)
         if speed:
+            # by 0 if the step is skipped
             update_selection_bias(self.model, speed * finite, partial(sum_over, self.meshes.tokens))
         return {"loss": loss, "grad_norm": norm}
 
@@ -97,7 +99,8 @@ class Trainer:
     def outputs(self, objective, batches: list[Batch], model: Module | None = None) -> list[Tensor]:
         """Return objective.loss of each batch, by default under the model that is trained.
 
-        In a pipeline only the last stage has them; others get an empty list.
+        Values of batches: [micro, seq / cp, ...]; the outputs are as the objective has them. In a
+        pipeline only the last stage has outputs; others get an empty list.
         """
         model = model or self.model
         inputs = [to_device(batch, self.device) for batch in batches]
@@ -108,15 +111,15 @@ class Trainer:
         return results
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over ranks with other rows; in a pipeline the last stage's ranks have it."""
+        """Sum a tensor [...] over ranks with other rows; in a pipeline the last stage has it."""
         return sum_over(self.meshes.pp, sum_over(self.meshes.batch, tensor.to(self.device)))
 
     @torch.no_grad()
     def evaluate(self, dataset, stopping: Callable[[], bool] = lambda: False) -> float | None:
         """Return the mean loss over the first `validation.batches` full global batches of a dataset.
 
-        A dataset smaller than one batch is repeated to fill it: tokens count once, videos each
-        time, with new noise.
+        A dataset smaller than one batch is repeated to fill it. Repeated tokens do not count;
+        repeated videos do, since each time they have other noise.
         stopping(): called on all ranks before each batch; if it returns True, return None.
         """
         full = len(dataset) // self.config.batch.global_
@@ -124,6 +127,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = 0
         for step in range(batches):
+            # all ranks agree, or collectives would hang
             if stopping():
                 return None
             micro_batches = self.micro_batches(dataset, step, rows_once)
@@ -133,13 +137,14 @@ class Trainer:
                 total += self.model.evaluate(self.objective, inputs)
             else:
                 total += sum(self.objective.loss(self.model, batch) for batch in inputs)
+        # one all-reduce for both, [2]
         sums = torch.stack([total, torch.full_like(total, count)])
         total, count = sum_over(self.meshes.loss, sums).tolist()
         return total / max(count, 1)
 
 
 def rows_once(dataset, numbers: range) -> Batch:
-    """Read `rows`, and set the labels of those after the first epoch to IGNORE."""
+    """Read `rows`, each value [rows, ...], and set labels after the first epoch to IGNORE."""
     batch = rows(dataset, numbers)
     if "labels" in batch:
         batch["labels"][torch.tensor(numbers) >= len(dataset)] = IGNORE
@@ -163,7 +168,10 @@ def forward_backward(
     meshes: Meshes,
     device: torch.device,
 ) -> Tensor:
-    """Add the gradients of the mean loss over all ranks' micro-batches. Return that loss, a scalar."""
+    """Add the gradients of the mean loss over all ranks' micro-batches. Return that loss, a scalar.
+
+    micro_batches: this rank's; each value is [micro, seq / cp, ...].
+    """
     count = global_count(objective, micro_batches, meshes, device)
     set_token_counts(model, micro_batches, meshes, device)
     batches = [to_device(batch, device) for batch in micro_batches]
@@ -176,9 +184,13 @@ def forward_backward(
 
 
 def accumulate_gradients(model: Module, objective, batches: list[Batch], count: Tensor) -> Tensor:
-    """Run forward and backward of each micro-batch. Return this rank's loss sum / count, a scalar."""
+    """Run forward and backward of each micro-batch. Return this rank's loss sum / count, a scalar.
+
+    batches: each value is [micro, seq / cp, ...]. count: loss terms of all ranks, a scalar.
+    """
     total = torch.zeros((), device=count.device)
     for i, batch in enumerate(batches):
+        # ZeRO-2 reduces gradients over ranks in the last micro-batch only (see fsdp.py)
         if isinstance(model, FSDPModule):
             set_gradient_sync(model, last=i == len(batches) - 1)
         loss = objective.loss(model, batch) / count
@@ -188,7 +200,7 @@ def accumulate_gradients(model: Module, objective, batches: list[Batch], count: 
 
 
 def global_count(objective, micro_batches, meshes: Meshes, device: torch.device) -> Tensor:
-    """Return the number of loss terms on all ranks, a float scalar, at least 1."""
+    """Return the number of loss terms on all ranks, a float scalar [], at least 1."""
     # torch.tensor would synchronize with the device
     count = torch.full((), sum(map(objective.count, micro_batches)), device=device)
     sum_over(meshes.loss, count)
@@ -200,11 +212,11 @@ def set_token_counts(
 ) -> None:
     """Set the routers' number of tokens in the step, on all ranks and without padding.
 
-    Auxiliary losses are means over these tokens.
+    Auxiliary losses are means over these tokens. micro_batches: each value is [micro, seq / cp].
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if any(router.config.router_aux_loss_coef for router in routers):
-        # padding has document -1; without documents count token ids, which are never negative
+        # padding has the document id -1; without them count token ids, which are never negative
         count = sum(
             (batch.get("document_ids", batch["tokens"]) >= 0).sum() for batch in micro_batches
         )
@@ -215,6 +227,7 @@ def set_token_counts(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
+    # each [...]; the host does not wait for copies from pinned memory
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
@@ -231,7 +244,7 @@ def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator
         metrics = {key: value.item() for key, value in numbers.items()}
         metrics["skipped"] = int(not is_finite(metrics))
         metrics |= trainer.objective.metrics(trainer.total)
-        # the size of videos varies
+        # tokens of this step; videos vary in size, so their objective counts them
         filled = round(metrics.get("video_tokens", tokens))
         now = time.perf_counter()
         seen += filled

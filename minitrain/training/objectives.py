@@ -64,11 +64,14 @@ class LanguageModeling:
     layouts = ("cp", "pp")
 
     def count(self, batch: Batch) -> int:
+        # labels: [batch, seq]
         return int((batch["labels"] != IGNORE).sum())
 
     def loss(self, model: Module, batch: Batch) -> Tensor:
+        # a scalar, from the model's output [batch, seq, hidden], its head's weight and the labels
         batch = dict(batch)
         return model(batch.pop("tokens"), **batch, head=linear_cross_entropy)
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        # sum_over: [...] -> [...]; there is nothing to add to the loss
         return {}

@@ -35,7 +35,7 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     if optim.name == "sgd":
         return SGD(groups, dict(lr=optim.lr))
     settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
-    # torch's AdamW keeps states in the parameters' type
+    # torch's AdamW keeps states in the parameters' type: it serves if no other is asked for
     states = torch.bfloat16 if optim.states == "bf16" else torch.float32
     differ = any((p.dtype == torch.bfloat16) != (optim.states == "bf16") for p in decayed + others)
     if optim.stochastic_rounding or differ:
@@ -49,6 +49,7 @@ class SGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        # a scalar 1 if `update_weights` skips this update
         skip = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -60,7 +61,7 @@ class SGD(torch.optim.Optimizer):
 
 
 def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """Run optimizer.step() if `finite`, a bool scalar on the device; else change nothing.
+    """Run optimizer.step() if `finite`, a bool scalar [] on the device; else change nothing.
 
     torch.amp.GradScaler sets `found_inf` of torch's fused optimizers likewise; there is no public
     name.
@@ -76,6 +77,7 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
     if step < warmup:
         return optim.lr * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)
+    # the share of the way down that is left: from 1 to 0
     left = {
         "constant": 1.0,
         "linear": 1 - progress,
@@ -95,11 +97,12 @@ def clip_gradients(
 ) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
-    stages: the ranks of a pipeline, which have different parameters.
+    parameters: each [...], with its gradient. stages: the ranks of a pipeline, which have different
+    parameters.
     Returns the norm before clipping, a scalar: that of the full gradients, equal on all ranks. The
     scale is rounded to the gradients' type.
     """
-    # a DTensor's norm is reduced over its own mesh: dense weights and experts have different ones
+    # one norm for each mesh, over which DTensor sums its squares: experts have a mesh of their own
     by_mesh: dict = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -114,7 +117,7 @@ def clip_gradients(
         norms = [torch.zeros((), device=parameters[0].device)]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     if stages is not None and stages.size() > 1:
-        # stages may train parameters of different types
+        # fp64 on all: one stage's norm may be fp64 (of fp64 parameters), another's fp32
         squares = total.double().square()
         dist.all_reduce(squares, group=stages.get_group())
         total = squares.sqrt()
@@ -128,7 +131,10 @@ def clip_gradients(
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the common 2-norm in at least fp32: a bf16 sum over 256 ranks stops growing."""
+    """Return the common 2-norm of gradients, each [...], as a scalar in at least fp32.
+
+    A sum of bf16 numbers over 256 ranks would stop growing.
+    """
     norms = []
     for dtype, group in by_type(gradients).items():
         norms += torch._foreach_norm(group, 2, torch.promote_types(dtype, torch.float32))
@@ -136,7 +142,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def by_type(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """Group tensors by type: torch's foreach kernels want one type."""
+    """Group tensors, each [...], by type: torch's foreach kernels want one type."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
