@@ -1,26 +1,18 @@
 """python -m tests.gpu_emulator CONFIG [--proxy N] [--generate] [key=value ...]: see README.md."""
 
 import argparse
+import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 HOME = Path(os.environ.get("GPU_EMULATOR", Path.home() / ".cache" / "gpu-emulator"))
 PACKAGES = ["torch===2.11.0", "nvidia-cuda-crt==13.0.88", "safetensors", "numpy", "tqdm", "pyyaml"]
-# functions of CUDA's runtime and driver that only say that all went well
-STUBS = """
-    cudaSetDevice cudaGetLastError cudaPeekAtLastError cudaFreeHost cudaHostRegister cudaHostUnregister
-    cudaStreamDestroy cudaStreamQuery cudaStreamWaitEvent cudaGraphExecDestroy cudaGraphDestroy
-    cudaThreadExchangeStreamCaptureMode cudaEventDestroy cudaEventRecord cudaEventRecordWithFlags cudaEventQuery
-    cudaDeviceEnablePeerAccess cudaDeviceGetDefaultMemPool cudaMemPoolTrimTo cudaMemPoolSetAttribute
-    cudaMemPoolGetAttribute cudaMemPoolSetAccess cudaProfilerStart cudaProfilerStop cudaFuncSetAttribute cuInit
-    cuCtxSetCurrent cuCtxPushCurrent_v2 cuModuleUnload cuFuncSetAttribute cuFuncSetCacheConfig cuLaunchHostFunc
-    cuCtxSetLimit cuCtxGetLimit cuGetErrorName cuLinkCreate_v2 cuLinkAddData_v2 cuLinkComplete
-    cuTensorMapEncodeTiled cuTensorMapEncodeIm2col cuStreamWriteValue32_v2 cuMemGetAddressRange_v2
-    cuLaunchCooperativeKernel cuOccupancyMaxPotentialBlockSize
-"""
+CALLED_BY_NVCC = {f"__cuda{name}" for name in ("RegisterFatBinary", "RegisterFatBinaryEnd", "RegisterVar")}
 
 
 def build() -> Path:
@@ -32,9 +24,11 @@ def build() -> Path:
     source = Path(__file__).with_name("cuda.cpp")
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         (include,) = {path.parent for path in HOME.glob("venv/lib/python*/site-packages/nvidia/*/include/cuda.h")}
-        stubs = HOME / "stubs.c"
-        stubs.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in STUBS.split()))
-        subprocess.run(["gcc", "-c", "-fPIC", stubs, "-o", HOME / "stubs.o"], check=True)
+        text = "".join((include / name).read_text() for name in ("cuda.h", "cuda_runtime_api.h"))
+        names = {*re.findall(r"\b(cu[A-Z]\w+|cuda[A-Z]\w+)\(", text), *re.findall(r"\b(cu[A-Z]\w+_v\d)\b", text)}
+        stubs = [f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in sorted(names | CALLED_BY_NVCC)]
+        (HOME / "stubs.c").write_text("".join(stubs))
+        subprocess.run(["gcc", "-w", "-c", "-fPIC", HOME / "stubs.c", "-o", HOME / "stubs.o"], check=True)
         sources = [source, HOME / "stubs.o"]
         subprocess.run(["g++", "-O1", "-shared", "-fPIC", f"-I{include}", *sources, "-o", library], check=True)
     return python
@@ -45,38 +39,27 @@ def emulate(arguments: argparse.Namespace) -> None:
     from tests.gpu_emulator.operators import install, log
 
     install()
-    from minitrain.bench.measure import load_row
+    from minitrain.bench.measure import Trainer, load_row, open_dataset
+    from minitrain.bench.measure_sampling import Sampler, build_model, make_prompts, sample, start
     from minitrain.bench.proxy import make_proxy
 
     _, config = load_row(arguments.config, arguments.overrides)
     if arguments.proxy:
         config = make_proxy(config, arguments.proxy)
-    step = sampling(config) if arguments.generate else training(config)
+    if arguments.generate:
+        config = dataclasses.replace(config, precision="bf16-pure")
+        count, longest = config.batch.global_ * config.grpo.group, config.batch.seq_len
+        sampler = Sampler(build_model(config, start(config)), settings=config.rollout, samples=count, longest=longest)
+        prompts = make_prompts(config, longest - config.rollout.max_tokens, 0)
+        step = lambda number: sample(sampler, config, prompts)  # noqa: E731
+    else:
+        trainer, (data, _) = Trainer(config, start(config)), open_dataset(config)
+        step = partial(trainer.step, data)
     for number in range(2):
         log("MARK", "step")
         step(number)
     log("MARK", "end")
     os._exit(0)
-
-
-def training(config):
-    from minitrain.bench.measure import Trainer, open_dataset
-    from minitrain.bench.measure_sampling import start
-
-    trainer, (data, _) = Trainer(config, start(config)), open_dataset(config)
-    return lambda number: trainer.step(data, number)
-
-
-def sampling(config):
-    import dataclasses
-
-    from minitrain.bench.measure_sampling import Sampler, build_model, make_prompts, sample, start
-
-    config = dataclasses.replace(config, precision="bf16-pure")
-    samples, longest = config.batch.global_ * config.grpo.group, config.batch.seq_len
-    sampler = Sampler(build_model(config, start(config)), settings=config.rollout, samples=samples, longest=longest)
-    length = longest - config.rollout.max_tokens
-    return lambda number: sample(sampler, config, make_prompts(config, length, number))
 
 
 def main() -> None:
@@ -85,7 +68,6 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--proxy", type=int, help="so many layers")
     parser.add_argument("--generate", action="store_true", help="decode, and show the captured step")
-    parser.add_argument("--top", type=int, default=20, help="kernels to list")
     arguments = parser.parse_intermixed_args()
     if "EMULATOR_CUDA" in os.environ:
         emulate(arguments)
@@ -105,10 +87,9 @@ def main() -> None:
         sys.exit(1)
     from tests.gpu_emulator.roofline import summarize
 
-    if arguments.generate:
-        text = log.read_text().split("CAPTURE\tbegin")[-1].split("CAPTURE\tend")[0]
-        log.write_text(f"MARK\tstep\t\n{text}")
-    print(summarize(log, compiled, "step", arguments.top))
+    begin, end = ("CAPTURE\tbegin", "CAPTURE\tend") if arguments.generate else ("MARK\tstep", "MARK\tend")
+    lines = log.read_text().rpartition(begin)[2].partition(end)[0].splitlines()[1:]
+    print(summarize(lines, compiled))
 
 
 if __name__ == "__main__":

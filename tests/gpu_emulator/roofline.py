@@ -5,11 +5,11 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import torch
+
 # of an H100: bytes/s, and FLOP/s of products by bytes of an element, of attention, of grouped products
 MEMORY, PRODUCTS, ATTENTION, GROUPED = 2.9e12, {1: 1300e12, 2: 660e12, 4: 40e12}, (520e12, 420e12), 0.8
 LAUNCH = 2.5e-6  # seconds that no kernel goes below
-BYTES = {"float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1, "int8": 1, "bool": 1, "bfloat16": 2, "float16": 2,
-         "float32": 4, "int32": 4, "float64": 8, "int64": 8}  # fmt: skip
 
 
 def generated_bytes(folder: Path) -> dict[str, float]:
@@ -25,7 +25,9 @@ def generated_bytes(folder: Path) -> dict[str, float]:
                 if shape := re.search(tensor, source):
                     dims = zip(shape[1].split(","), shape[2].split(","), strict=True)
                     count = math.prod(int(size) for size, stride in dims if size.strip() and stride.strip() != "0")
-                    moved += count * BYTES[shape[3]] * (2 if argument.strip().startswith("in_out") else 1)
+                    moved += (
+                        count * getattr(torch, shape[3]).itemsize * (2 if argument.strip().startswith("in_out") else 1)
+                    )
             name = re.match(r"'(\w+)'", source)[1]
             sizes[name] = max(sizes[name], moved)
     return sizes
@@ -36,7 +38,7 @@ def operator_cost(text: str) -> tuple[str, float, float]:
     name, *tensors = text.split(" ")
     shapes = [[int(n) for n in re.findall(r"\d+", t[: t.index("]")])] for t in tensors]
     a, b = shapes[:2]
-    size = BYTES[tensors[0].split("torch.")[1]]
+    size = getattr(torch, tensors[0].split("torch.")[1]).itemsize
     if name.startswith(("cudnn", "flash", "efficient")):
         batch, heads, length, width = a
         flops = 2 * batch * heads * length * b[2] * (width + shapes[2][3]) / (2 if "causal" in name else 1)
@@ -53,13 +55,11 @@ def operator_cost(text: str) -> tuple[str, float, float]:
     return "product" if seconds > moved / MEMORY else "thin product", seconds, moved
 
 
-def summarize(log: Path, compiled: Path, mark: str, top: int) -> str:
-    """The table of the launches after the last `mark`, up to the next mark."""
+def summarize(launches: list[str], compiled: Path) -> str:
+    """The table of these lines of a log, and the 20 kernels that take longest."""
     sizes, kinds, kernels = generated_bytes(compiled), defaultdict(lambda: [0, 0.0, 0.0]), Counter()
-    for line in log.read_text().rpartition(f"MARK\t{mark}\t")[2].splitlines()[1:]:
+    for line in launches:
         kind, name, _, y, *_ = line.split("\t")
-        if kind == "MARK":
-            break
         seconds = moved = 0.0
         if kind == "G":
             kind, seconds, moved = operator_cost(name)
@@ -68,16 +68,12 @@ def summarize(log: Path, compiled: Path, mark: str, top: int) -> str:
             kind = "generated" if kind == "T" else "torch's own"
         elif kind in ("H2D", "D2H", "D2D", "memset"):
             moved = int(y)
-        else:
-            kinds[kind][0] += 1
-            continue
         seconds = max(seconds, moved / MEMORY, LAUNCH)
         row = kinds[kind]
         kinds[kind] = [row[0] + 1, row[1] + moved, row[2] + seconds]
         kernels[name[:100]] += seconds
+    rows = sorted(kinds.items(), key=lambda item: -item[1][2])
+    rows.append(("all", [sum(row[i] for row in kinds.values()) for i in range(3)]))
     lines = [f"{'kind':14} {'launches':>9} {'GB':>9} {'ms':>9}"]
-    for kind, (count, moved, seconds) in sorted(kinds.items(), key=lambda item: -item[1][2]):
-        lines.append(f"{kind:14} {count:9} {moved / 1e9:9.2f} {seconds * 1e3:9.2f}")
-    totals = [sum(row[i] for row in kinds.values()) for i in range(3)]
-    lines.append(f"{'all':14} {totals[0]:9} {totals[1] / 1e9:9.2f} {totals[2] * 1e3:9.2f}")
-    return "\n".join(lines + [f"{seconds * 1e3:9.3f} ms  {name}" for name, seconds in kernels.most_common(top)])
+    lines += [f"{kind:14} {count:9} {moved / 1e9:9.2f} {seconds * 1e3:9.2f}" for kind, (count, moved, seconds) in rows]
+    return "\n".join(lines + [f"{seconds * 1e3:9.3f} ms  {name}" for name, seconds in kernels.most_common(20)])
