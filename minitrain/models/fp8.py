@@ -12,9 +12,9 @@ clamped and rounded. The product is accumulated at higher precision and divided 
 scale is computed from the tensor itself ("current"), by plain operations that the compiler can fuse
 with those that made the tensor. With an infinity or NaN in a factor, the whole product is NaN.
 
-A scale is a power of two, so scaling is exact. Thus an element gets the same FP8 value whatever the
-largest element beside it is, in any split into micro-batches or ranks. Only elements 2^14 times
-smaller than the largest, which become subnormal, depend on it. The price: up to one of e4m3's 18
+A scale is a power of two, so scaling is exact. Thus an element is rounded to the same value
+whatever the scale is, in any split into micro-batches or ranks. Only elements 2^14 times smaller
+than the largest, which become subnormal in FP8, depend on it. The price: up to one of e4m3's 18
 binades is not used.
 
 Memory. The forward pass saves the input in FP8: half the bytes of bf16. The weight is a parameter
@@ -23,8 +23,9 @@ then the FP8 copy is in the module's `gathered`, and the parameter is a `placeho
 
 Layouts. FP8 units need both factors with the summed dimension contiguous. So the products of the
 backward pass need w, x and g transposed, and these copies are a fifth of a block's memory traffic.
-Two things save some: Linears of the same input (q, k, v; gate, up) round and transpose it once,
-unless they have adapters; and transposed weights can be kept for all micro-batches.
+Two things save some: an input that several Linears read (q, k, v; gate, up) is rounded and
+transposed once, unless they have adapters; and transposed weights can be kept for all
+micro-batches.
 
 Sizes must be multiples of 16. A Linear whose sizes are not, on any tensor-parallel rank, stays
 unchanged. Tokens are padded with zeros in the one product that sums over them. Embedding, head and

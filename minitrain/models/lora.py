@@ -7,10 +7,10 @@
     B  [out, rank]  zero at first, so that training starts from the base model
     scale           alpha / rank, or alpha / sqrt(rank) with rslora (Kalajdzievski 2023)
 
-A Linear keeps its class, its weight and their names. A and B are further parameters of it, `lora_A`
-and `lora_B`, so checkpoints, sharding and number formats of the base need not know of adapters. A
-stack of experts [experts, out, in] gets stacks of As and Bs. Tensor parallelism splits both with the
-Linear: see parallel/tensor.py.
+An adapted Linear is still a Linear with its weight, under the same names. A and B are further
+parameters of it, `lora_A` and `lora_B`, so checkpoints, sharding and number formats of the base
+need not know of adapters. A stack of experts [experts, out, in] gets stacks of As and Bs. Tensor
+parallelism splits both with the Linear: see parallel/tensor.py.
 
 The products with A and B are thin: memory traffic bounds them. Therefore
 
@@ -247,6 +247,7 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     if compiled and all(map(is_frozen, linears)) and not dropout_active(lora, "pre"):
         frozen = []
         for linear in linears:
+            # with dropout of the update, B multiplies below
             joined = linear in adapted and not dropout_active(lora)
             frozen += linear.weight, linear.bias, scaled_b(linear, x.dtype) if joined else None
         inner, *outputs = FrozenLinears.apply(x, a, *frozen)

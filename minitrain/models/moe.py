@@ -98,7 +98,7 @@ def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") ->
     counts = count_tokens(indices, experts.num_experts)
     # [tokens x top_k, hidden]
     rows = Permute.apply(x, tokens, inverse, top_k)
-    # one weight per copy, so `order` itself says which goes where
+    # the weight of each row's copy
     rows = experts(rows, Permute.apply(weights.flatten(), order, inverse, 1), counts)
     return Unpermute.apply(rows, tokens, inverse, top_k)
 

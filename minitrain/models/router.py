@@ -145,7 +145,8 @@ class Router(nn.Module):
         # over the ranks that balance these tokens together
         counts = self.sum_counts(counts).float()
         f = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-        # [sequences, experts]: P times the tokens of each sequence
+        # [sequences, experts]: P_e times the tokens of each sequence, so that f x P is summed over
+        # tokens
         summed = (shares * valid[:, None]).view(sequences, -1, experts).sum(1)
         tokens = valid.sum() if self.tokens_per_step is None else self.tokens_per_step
         coefficient = self.config.router_aux_loss_coef * experts

@@ -17,8 +17,8 @@ ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023). An all-to-all trades tokens for
 all tokens of 1 / cp of the heads, computes attention, and trades back. A sequence is cut into cp
 chunks in order, so causal attention needs no mask tensor, and keeps SDPA's fast kernel. cp must
 divide the heads. If there are fewer key/value heads than ranks, each is repeated for the ranks that
-share it, and kv_heads below is cp. A rank receives, per layer and direction, in four collectives
-(for q, k, v and the output):
+share it, and kv_heads in the formula is cp. A rank receives, per layer and direction, in four
+collectives (for q, k, v and the output):
 
     (cp - 1) / cp x [batch, seq / cp, 2 (heads + kv_heads) head_dim]
 
@@ -62,6 +62,7 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
     if hasattr(model, "split_cp"):
         # no causal mask, so there is no work to balance
         zigzag = False
+        # of tensor parallelism, if any: it gathers this rank's tokens before all ranks' are
         gather = model.gather
         model.split_cp = partial(own_chunk, mesh)
         model.gather = lambda share: gather_sequence(gather(share), 1, mesh, zigzag)
@@ -165,7 +166,7 @@ def full_sequence_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag:
     build_once = cache(build)
 
     def make(length, device, document_ids=None, **rule):
-        # length: of this rank's tokens; document_ids: int [batch, seq / cp]
+        # length: of this rank's tokens; document_ids: int [batch, seq / cp]; rule: causal, window
         length = length * mesh.size()
         if document_ids is None:
             return build_once(length, device, **rule)

@@ -4,8 +4,8 @@ Of E experts, each of ep ranks holds E / ep consecutive ones. Every rank has oth
 
     route     the router of the token's rank selects top_k experts; its weights go into a table
               [tokens, ranks, E / ep], a column for every expert of every rank
-    dispatch  all-to-all: send a token's row once to each rank that holds one of its experts,
-              together with the weights of that rank's experts
+    dispatch  all-to-all: send a token's hidden state, a row [width], once to each rank that holds
+              one of its experts, together with its weights for that rank's experts
     compute   the receiver copies the row once per expert, sorts the copies by expert, runs the
               experts, and sums their weighted outputs: one row back for each row that came
     combine   all-to-all back; the token's rank sums the rows that return
@@ -14,10 +14,10 @@ Cost per layer and forward pass of a token that is sent to r other ranks, in num
 
     r x (2 width + E / ep)    width: of the experts' input and output
 
-The backward pass costs the same, and recomputation repeats the forward pass. With random routing a
-rank holds no expert of a token with probability q = C(E - E / ep, top_k) / C(E, top_k), C being
-binomial coefficients, so r = (ep - 1) (1 - q). With the fake gate of benchmarks, which selects
-consecutive experts, r is about 1. To send one row per expert, not per rank, would cost
+The backward pass costs the same, and full recomputation runs the forward pass's again. With random
+routing a rank holds no expert of a token with probability q = C(E - E / ep, top_k) / C(E, top_k),
+C being binomial coefficients, so r = (ep - 1) (1 - q). With the fake gate of benchmarks, which
+selects consecutive experts, r is about 1. To send one row per expert, not per rank, would cost
 r = top_k (ep - 1) / ep.
 
 A receiver must know how many rows will come. So another all-to-all, of two numbers per pair of

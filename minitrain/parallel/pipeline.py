@@ -121,7 +121,7 @@ class Pipeline(nn.Module):
     def forward_backward(self, objective, batches: list[Batch], count: Tensor) -> Tensor:
         """Add the gradients of (sum of all micro-batches' losses) / count, and return that loss.
 
-        count: [], the valid tokens of all ranks. The loss, fp32 [], is the same on all ranks here.
+        count: [], the valid tokens of all ranks. The loss is fp32 [], equal on all of `mesh`.
         """
         self.copy_tied_weight()
         self.objective = objective
