@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters
-from minitrain.parallel.context import own_tokens
+from minitrain.parallel.context import local_tokens
 from minitrain.parallel.shards import full_tensor, to_local
 from minitrain.run import config as configs
 from minitrain.run.launch import fill_weights, start
@@ -95,7 +95,7 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
     trace = Trace(weights=[copies(model.named_parameters())])
     for step in range(steps):
         rows = micro_batches(batch(config, step), config, meshes.batch)
-        rows = [own_tokens(each, meshes.cp, config.parallel.context) for each in rows]
+        rows = [local_tokens(each, meshes.cp, config.parallel.context) for each in rows]
         loss = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
         trace.losses.append(loss.item())
         trace.gradients.append(copies((name, p.grad) for name, p in model.named_parameters() if p.requires_grad))

@@ -18,7 +18,7 @@ from minitrain.models import router as routing
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.grouped_mm import grouped_mm
-from minitrain.models.limits import OTHERS
+from minitrain.models.limits import DEFAULT_LIMIT
 from minitrain.models.lora import add_adapters
 from minitrain.models.moe import Experts, MoE, dispatch
 from minitrain.models.router import Router, update_selection_bias
@@ -158,12 +158,14 @@ def test_rows_are_sorted_for_as_many_experts_as_a_model_may_have():
     """In place of an expert, its number as a factor: a row that another one gets is seen."""
 
     class Numbers:
-        num_experts = OTHERS
+        num_experts = DEFAULT_LIMIT
 
         def __call__(self, rows, weights, counts):
             return rows * weights[:, None] * torch.arange(self.num_experts).repeat_interleave(counts)[:, None]
 
-    indices = torch.tensor([[0, OTHERS - 1], [OTHERS // 2, OTHERS // 2 - 1], [OTHERS // 2 + 1, 1]])
+    indices = torch.tensor(
+        [[0, DEFAULT_LIMIT - 1], [DEFAULT_LIMIT // 2, DEFAULT_LIMIT // 2 - 1], [DEFAULT_LIMIT // 2 + 1, 1]]
+    )
     x, weights = torch.randn(3, 4, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64)
     expected = x * (weights * indices).sum(1, keepdim=True)
     torch.testing.assert_close(dispatch(x, indices, weights, Numbers()), expected)

@@ -27,7 +27,7 @@ TREE = {
 def forced(monkeypatch):
     """All products of fp32, however small, whatever CPU this is."""
     monkeypatch.setattr(onednn, "FASTER", True)
-    monkeypatch.setattr(onednn, "LEAST", 1)
+    monkeypatch.setattr(onednn, "MIN_FLOPS", 1)
     monkeypatch.setattr(onednn, "TRANSPOSED", 1)
     monkeypatch.setattr(onednn, "COPIED", 1)
 
@@ -97,7 +97,7 @@ def test_the_head(forced, monkeypatch, function):
 
 
 def forced_train(tree, *rest):
-    with mock.patch.multiple(onednn, FASTER=True, LEAST=1, TRANSPOSED=1, COPIED=1):
+    with mock.patch.multiple(onednn, FASTER=True, MIN_FLOPS=1, TRANSPOSED=1, COPIED=1):
         return (train_compiled if tree.get("compile") else train)(tree, *rest)
 
 

@@ -106,7 +106,7 @@ def test_other_types_than_fp32_are_not_packed():
 
 def test_linears_that_are_not_packed_multiply_as_in_training(monkeypatch):
     monkeypatch.setattr(onednn, "FASTER", True)
-    monkeypatch.setattr(onednn, "LEAST", 1)
+    monkeypatch.setattr(onednn, "MIN_FLOPS", 1)
     monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 1 << 40)
     model, prompts = make("qwen3-32b"), prompts_of((9, 3))
     expected = [uncached(model, prompt, 2) for prompt in prompts]

@@ -114,7 +114,7 @@ def filled(columns: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: cells for name, cells in columns.items() if any(cells)}
 
 
-def transposed(lines: list[dict[str, str]]) -> dict[str, list[str]]:
+def by_column(lines: list[dict[str, str]]) -> dict[str, list[str]]:
     """Return the columns of lines that all have the same keys."""
     return filled({name: [line[name] for line in lines] for name in (lines or [{}])[0]})
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median, median_high
 
 from minitrain.bench.report import (
+    by_column,
     markdown,
     need,
     need_rates,
@@ -19,7 +20,6 @@ from minitrain.bench.report import (
     read_lines,
     result_columns,
     short,
-    transposed,
 )
 from minitrain.bench.rows import FIGURES, constants, read_reference, row_trees, typed
 from minitrain.errors import InputError
@@ -235,7 +235,7 @@ def accuracy_cells(report: Report) -> dict[str, list[str]]:
                 "of rows never seen": "judged by others",
             }
             lines.append(line)
-    return transposed(lines)
+    return by_column(lines)
 
 
 def outliers(report: Report) -> list[str]:
@@ -261,7 +261,7 @@ def differs(row: Row) -> str:
 def cells(rows: list[Row]) -> dict[str, list[str]]:
     """Return a published table's columns: ratios, figures and memory first, the layout last."""
     unit = FIGURES[rows[0].figure]
-    return transposed([table_line(row, unit) for row in rows])
+    return by_column([table_line(row, unit) for row in rows])
 
 
 def table_line(row: Row, unit: str) -> dict[str, str]:

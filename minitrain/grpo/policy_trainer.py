@@ -16,7 +16,7 @@ from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.grpo.weight_sync import Shards
 from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
-from minitrain.parallel.context import own_tokens
+from minitrain.parallel.context import local_tokens
 from minitrain.parallel.mesh import Meshes, sum_over
 from minitrain.parallel.shards import full_tensor, local_shard, to_local
 from minitrain.settings import Config
@@ -99,7 +99,7 @@ class PolicyTrainer:
         ranks = self.meshes.batch
         cp = self.meshes.cp
         batches = pack_micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
-        return [own_tokens(each, cp, self.config.parallel.context) for each in batches]
+        return [local_tokens(each, cp, self.config.parallel.context) for each in batches]
 
     def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
         """Add the labels' log-probabilities under `model` to each batch, fp32 [micro, seq / cp].

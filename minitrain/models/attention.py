@@ -60,7 +60,7 @@ def make_mask(
         return Mask(causal)
 
     # indices that broadcast: torch's interface, of BlockMasks too
-    def mask_mod(row, head, query, key):
+    def mask_mod(sequence, head, query, key):
         if q_positions is not None:
             query = q_positions[query]
         allowed = key >= 0
@@ -70,7 +70,7 @@ def make_mask(
             # not query - key: that would be an int64 of [queries, keys]
             allowed = allowed & (key > query - window)
         if document_ids is not None:
-            allowed = allowed & (document_ids[row, query] == document_ids[row, key])
+            allowed = allowed & (document_ids[sequence, query] == document_ids[sequence, key])
         return allowed
 
     batch = 1 if document_ids is None else len(document_ids)

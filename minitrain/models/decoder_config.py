@@ -25,7 +25,7 @@ ROPE_SCALINGS = {
 # those that yarn may have too, beside `truncate`
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # the mixer and the MLP of a layer, by its letter in `layer_pattern`
-PARTS = {
+LAYER_PARTS = {
     "M": ("mamba", None),
     "*": ("attention", None),
     "E": (None, "moe"),
@@ -262,10 +262,10 @@ class DecoderConfig:
     def _pattern_faults(self) -> Faults:
         pattern = self.layer_pattern
         told = f"model.layer_pattern={pattern!r}"
-        unknown = min(set(pattern) - PARTS.keys(), default=None)
+        unknown = min(set(pattern) - LAYER_PARTS.keys(), default=None)
         yield (
             unknown,
-            f"{told}: letter {unknown!r} is not one of {' '.join(PARTS)} "
+            f"{told}: letter {unknown!r} is not one of {' '.join(LAYER_PARTS)} "
             f"(M Mamba-2, * attention, E experts, - MLP)",
         )
         yield (
@@ -294,7 +294,7 @@ class DecoderConfig:
     def parts(self, layer: int) -> tuple[str | None, str | None]:
         """Return a layer's mixer, "attention" or "mamba", and "mlp" or "moe"; one may be None."""
         if self.layer_pattern:
-            return PARTS[self.layer_pattern[layer]]
+            return LAYER_PARTS[self.layer_pattern[layer]]
         return (
             "attention",
             "moe" if self.num_experts and layer >= self.first_k_dense_replace else "mlp",

@@ -16,39 +16,39 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 # only thing that hides other samples' pages from the sampler's queries.
 COMPILING = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 # queries and keys of a BlockMask's tile
-TILE = 128
+BLOCK_SIZE = 128
 # query-key pairs evaluated at a time while a BlockMask is built, one byte each
 MAX_PAIRS = 1 << 27
 
 
 def evaluate_mask(mask_mod: Callable, batch: int, query: Tensor, keys: int) -> Tensor:
     """Return mask_mod for queries of the indices `query` [n], bool [batch, 1, n, keys]."""
-    row = torch.arange(batch, device=query.device)[:, None, None]
+    sequence = torch.arange(batch, device=query.device)[:, None, None]
     key = torch.arange(keys, device=query.device)
     # [batch, queries, keys]
-    allowed = mask_mod(row, 0, query[:, None], key).expand(batch, len(query), keys)
+    allowed = mask_mod(sequence, 0, query[:, None], key).expand(batch, len(query), keys)
     return allowed[:, None]
 
 
 def block_mask(
     mask_mod: Callable, batch: int, queries: int, keys: int, device: torch.device
 ) -> BlockMask:
-    """Return mask_mod as a BlockMask of tiles [TILE, TILE], for FlexAttention.
+    """Return mask_mod as a BlockMask of tiles [BLOCK_SIZE, BLOCK_SIZE], for FlexAttention.
 
     The result is that of torch's create_block_mask, which materializes the full mask: 17 GB for
     131,072 tokens.
     """
-    at_a_time = TILE * max(1, MAX_PAIRS // (batch * keys * TILE))
+    at_a_time = BLOCK_SIZE * max(1, MAX_PAIRS // (batch * keys * BLOCK_SIZE))
     parts = torch.arange(queries, device=device).split(at_a_time)
     counts = [count_in_tiles(evaluate_mask(mask_mod, batch, part, keys)) for part in parts]
     # [batch, 1, query tiles, key tiles]
     allowed = torch.cat(counts, dim=2)
-    full = allowed == TILE * TILE
+    full = allowed == BLOCK_SIZE * BLOCK_SIZE
     partial = (allowed > 0) & ~full
     return BlockMask.from_kv_blocks(
         *true_first(partial),
         *true_first(full),
-        BLOCK_SIZE=TILE,
+        BLOCK_SIZE=BLOCK_SIZE,
         mask_mod=mask_mod,
         seq_lengths=(queries, keys),
     )
@@ -58,8 +58,8 @@ def count_in_tiles(allowed: Tensor) -> Tensor:
     """Count allowed pairs: bool [..., queries, keys] -> int64 [..., query tiles, key tiles]."""
     queries, keys = allowed.shape[-2:]
     # up to whole tiles, with pairs that are not allowed
-    padded = F.pad(allowed, (0, -keys % TILE, 0, -queries % TILE))
-    return padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).sum((-3, -1))
+    padded = F.pad(allowed, (0, -keys % BLOCK_SIZE, 0, -queries % BLOCK_SIZE))
+    return padded.unflatten(-1, (-1, BLOCK_SIZE)).unflatten(-3, (-1, BLOCK_SIZE)).sum((-3, -1))
 
 
 def true_first(tiles: Tensor) -> tuple[Tensor, Tensor]:

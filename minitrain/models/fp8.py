@@ -19,7 +19,7 @@ binades is not used.
 
 Memory. The forward pass saves the input in FP8: half the bytes of bf16. The weight is a parameter
 in its own type, rounded in each forward pass. Or FSDP gathers it in FP8 (parallel/fsdp_fp8.py):
-then the FP8 copy is in the module's `gathered`, and the parameter is a `placeholder`.
+then the FP8 copy is in the module's `gathered`, and the parameter is a `weight_placeholder`.
 
 Layouts. FP8 units need both factors with the summed dimension contiguous. So the products of the
 backward pass need w, x and g transposed, and these copies are a fifth of a block's memory traffic.
@@ -72,10 +72,10 @@ def to_fp8(
     for block in blocks:
         for name, module in block.named_modules():
             kind = base_class(module)
-            if kind is nn.Linear and fits(module.weight, ALIGNMENT * tp):
+            if kind is nn.Linear and sizes_divisible(module.weight, ALIGNMENT * tp):
                 set_variant(module, Fp8Linear)
                 module.reads_norm = not name.endswith(READ_NO_NORM)
-            elif kind is Experts and experts and fits(module.down_proj, ALIGNMENT):
+            elif kind is Experts and experts and sizes_divisible(module.down_proj, ALIGNMENT):
                 set_variant(module, Fp8Experts)
             else:
                 continue
@@ -83,7 +83,7 @@ def to_fp8(
             module.gathered = {}
 
 
-def fits(matrix: Tensor, multiple: int) -> bool:
+def sizes_divisible(matrix: Tensor, multiple: int) -> bool:
     """Return whether `multiple` divides out and in of a matrix or stack [..., out, in]."""
     return not any(size % multiple for size in matrix.shape[-2:])
 
@@ -91,8 +91,8 @@ def fits(matrix: Tensor, multiple: int) -> bool:
 def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a module's matrix in FP8, [out, in], its inverse scale, [], and a column-major copy.
 
-    If the parameter is a `placeholder`, FSDP has gathered them; else the matrix is rounded now. The
-    copy is None unless FSDP keeps one.
+    If the parameter is a `weight_placeholder`, FSDP has gathered them; else the matrix is rounded
+    now. The copy is None unless FSDP keeps one.
     """
     matrix = getattr(module, name)
     if is_placeholder(matrix):
@@ -163,7 +163,7 @@ def fp8_linears(linears: list[Fp8Linear], x: Tensor) -> list[Tensor]:
     return outputs
 
 
-def placeholder(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_placeholder(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a stand-in for a parameter whose values are in FP8: one NaN, expanded to shape [...].
 
     It only receives the gradient. like: a tensor on its device.
@@ -172,7 +172,7 @@ def placeholder(shape: torch.Size, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_placeholder(parameter: Tensor) -> bool:
-    """Return whether a parameter is a `placeholder`: [out, in] or [..., out, in] of strides 0."""
+    """Return whether a parameter [..., out, in] is a `weight_placeholder`: its strides are 0."""
     return parameter.ndim > 1 and not any(parameter.stride())
 
 
@@ -243,7 +243,7 @@ class Fp8Products(torch.autograd.Function):
             # the number of tokens, rounded up: FP8 units sum over multiples of 16
             tokens = len(x8) + -len(x8) % ALIGNMENT
             # [in, tokens]
-            x8 = not_before(grads[0][1], pad_rows(x8, tokens, ctx.rows_known))
+            x8 = wait_for_gradient(grads[0][1], pad_rows(x8, tokens, ctx.rows_known))
             x8 = transposed(x8) if ctx.reads_norm else x8.t().contiguous()
             for n, (grad8, grad_inverse) in enumerate(grads):
                 if ctx.need_weights[n]:
@@ -303,11 +303,11 @@ def _(
 def column_major(weight8: Tensor, grad_inverse: Tensor) -> Tensor:
     """Return weight8 [out, in] in column-major order, as a copy unless it is so already.
 
-    The copy depends on grad_inverse [], see `not_before`.
+    The copy depends on grad_inverse [], see `wait_for_gradient`.
     """
     if weight8.stride(0) == 1:
         return weight8
-    return not_before(grad_inverse, weight8).t().contiguous().t()
+    return wait_for_gradient(grad_inverse, weight8).t().contiguous().t()
 
 
 @torch.library.custom_op("minitrain::transposed", mutates_args=())
@@ -339,7 +339,7 @@ def compiled_transpose() -> Callable:
     return torch.compile(transpose, dynamic=True)
 
 
-def not_before(grad_inverse: Tensor, x8: Tensor) -> Tensor:
+def wait_for_gradient(grad_inverse: Tensor, x8: Tensor) -> Tensor:
     """Return x8 [...] unchanged, but depending on a gradient's inverse scale [].
 
     So the compiler cannot transpose x8 before there is a gradient. Else it would do so in the

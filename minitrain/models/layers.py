@@ -6,7 +6,7 @@ parallelism and the sampler change them in place, in three ways:
     way                            who uses it
     (a) a variant: a subclass      Fp8Linear, Fp8Experts (fp8.py), OnednnLinear (onednn.py),
         that holds the same        LoraLinear, LoraExperts (lora.py), around any of these;
-        parameters. `set_variant`  VocabParallelEmbedding, OwnPositions, RMSNormOverHeads
+        parameters. `set_variant`  VocabParallelEmbedding, LocalPositions, RMSNormOverHeads
                                    (parallel/tensor*.py); Recomputing, of a block
                                    (parallel/recompute.py)
     (b) an exchange point: a       gather, reduce, split: tensor parallelism

@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_origin
 
 from minitrain.errors import InputError
 
-LARGEST = {
+LIMITS = {
     "num_layers": 1_000,
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 30,
@@ -28,7 +28,7 @@ LARGEST = {
     ),
 }
 # numbers of heads and experts, widths of heads, ranks of projections
-OTHERS = 1 << 16
+DEFAULT_LIMIT = 1 << 16
 
 
 def check_fields(config) -> None:
@@ -51,5 +51,7 @@ def check_size(name: str, value: int, least: int = 1) -> None:
     """Raise InputError for a size `name` of a model that is below `least` or absurdly large."""
     if value < least:
         raise InputError(f"model.{name}={value} must be at least {least}")
-    if value > LARGEST.get(name, OTHERS):
-        raise InputError(f"model.{name}={value} must be at most {LARGEST.get(name, OTHERS):,}")
+    if value > LIMITS.get(name, DEFAULT_LIMIT):
+        raise InputError(
+            f"model.{name}={value} must be at most {LIMITS.get(name, DEFAULT_LIMIT):,}"
+        )

@@ -45,7 +45,7 @@ FASTER = (
     and torch.backends.mkldnn.is_available()
 )
 # FLOPs of a product below which a call of oneDNN takes longer than it saves
-LEAST = 1 << 24
+MIN_FLOPS = 1 << 24
 # a column-major left factor is copied: that pays from so many columns of the product on
 TRANSPOSED = 256 if FAMILY > 25 else math.inf
 # a product into given memory is copied there: that pays from so many terms per sum on
@@ -67,7 +67,7 @@ def takes(x: Tensor, flops: int) -> bool:
     # first what the compiler knows: with rows of experts, `flops` is not known to it
     if not FASTER or x.dtype != torch.float32 or x.device.type != "cpu":
         return False
-    return flops >= LEAST and type(x) in (Tensor, nn.Parameter)
+    return flops >= MIN_FLOPS and type(x) in (Tensor, nn.Parameter)
 
 
 def multiplies(a: Tensor, b: Tensor) -> bool:

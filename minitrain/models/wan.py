@@ -50,7 +50,7 @@ class Wan(nn.Module):
             config.in_channels, config.dim, config.patch_size, config.patch_size
         )
         self.condition_embedder = ConditionEmbedder(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(WanBlock(config) for _ in range(config.num_layers))
         self.proj_out = nn.Linear(config.dim, config.out_channels * math.prod(config.patch_size))
         self.adaln = AdaLN(2, config.dim)
 
@@ -116,7 +116,7 @@ class Wan(nn.Module):
             nn.init.xavier_uniform_(tensor.flatten(1), generator=generator)
 
 
-class Block(nn.Module):
+class WanBlock(nn.Module):
     """Self-attention, cross-attention and MLP, each with a residual; the first and last gated."""
 
     def __init__(self, config: WanConfig):

@@ -47,7 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
 from minitrain.parallel.collectives import all_to_all, stack_ranks
-from minitrain.parallel.mesh import own_chunk
+from minitrain.parallel.mesh import local_chunk
 
 
 def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
@@ -55,8 +55,8 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
 
     form: `allgather` or `ulysses`.
     Sets the exchange points `model.make_mask`, and `attend` or `mix` of every module that has one.
-    A decoder then takes what `own_tokens` returns. A model with an exchange point `split_cp` (Wan)
-    takes and returns full sequences, and splits them itself.
+    A decoder then takes what `local_tokens` returns. A model with an exchange point `split_cp`
+    (Wan) takes and returns full sequences, and splits them itself.
     """
     zigzag = form == "allgather"
     if hasattr(model, "split_cp"):
@@ -64,17 +64,17 @@ def context_parallel(model: Module, mesh: DeviceMesh, form: str) -> None:
         zigzag = False
         # of tensor parallelism, if any: it gathers this rank's tokens before all ranks' are
         gather = model.gather
-        model.split_cp = partial(own_chunk, mesh)
+        model.split_cp = partial(local_chunk, mesh)
         model.gather = lambda share: gather_sequence(gather(share), 1, mesh, zigzag)
     model.make_mask = full_sequence_mask(model.make_mask, mesh, form, zigzag)
-    attend = attend_with_own_heads
+    attend = attend_with_local_heads
     if form == "allgather":
         attend = partial(attend_to_all_keys, zigzag=zigzag)
     for module in model.modules():
         if hasattr(module, "attend"):
             module.attend = partial(attend, module.attend, mesh)
         if hasattr(module, "mix"):
-            module.mix = partial(mix_own_groups, module.mix, mesh, zigzag)
+            module.mix = partial(mix_local_groups, module.mix, mesh, zigzag)
 
 
 # --- which tokens a rank has
@@ -97,7 +97,7 @@ def token_indices(
     return split_sequence(indices, 0, mesh.size(), zigzag)[mesh.get_local_rank()]
 
 
-def own_tokens(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
+def local_tokens(batch: dict[str, Tensor], mesh: DeviceMesh, form: str) -> dict[str, Tensor]:
     """Return this rank's tokens of a micro-batch, [batch, seq] -> [batch, seq / cp] for each value.
 
     seq must be a multiple of 2 cp (allgather) or cp (ulysses). Adds `positions` if there are none,
@@ -198,7 +198,7 @@ def attend_to_all_keys(
     return attend(q, k, v, mask, sinks)
 
 
-def attend_with_own_heads(
+def attend_with_local_heads(
     attend: Callable,
     mesh: DeviceMesh,
     q: Tensor,
@@ -222,7 +222,7 @@ def attend_with_own_heads(
     return to_tokens(attend(q, k, v, mask, sinks), 1, 2, mesh)
 
 
-def mix_own_groups(
+def mix_local_groups(
     mix: Callable,
     mesh: DeviceMesh,
     zigzag: bool,

@@ -69,13 +69,15 @@ def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
             split_parameters(block.mlp.experts, mesh, Shard(0))
             # FSDP's own hook, which gathers the weights, goes before it
             block.register_forward_pre_hook(use_local_tensors)
-            block.mlp.dispatch = partial(dispatch, mesh, make_size_exchange(block.mlp.gate, mesh))
+            block.mlp.dispatch = partial(
+                dispatch_to_ranks, mesh, make_size_exchange(block.mlp.gate, mesh)
+            )
 
 
 # --- dispatch and combine
 
 
-def dispatch(
+def dispatch_to_ranks(
     mesh: DeviceMesh,
     get_sizes: Callable,
     x: Tensor,

@@ -17,7 +17,7 @@ gathered anyway.
 FSDP calls two methods of a shard, if it has them: fsdp_pre_all_gather returns what to gather, and
 fsdp_post_all_gather makes the parameter of it. torchao defines them on a tensor subclass. Here they
 are attributes of a plain tensor, so optimizers, checkpoints and DTensor see plain fp32 tensors. The
-gathered bytes go to the module, and FSDP gets a `placeholder` without memory as the parameter,
+gathered bytes go to the module. FSDP gets a `weight_placeholder` without memory as the parameter,
 which receives the gradient.
 """
 
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from minitrain.models.fp8 import Fp8Experts, Fp8Linear, pad_rows, placeholder, transposed
+from minitrain.models.fp8 import Fp8Experts, Fp8Linear, pad_rows, transposed, weight_placeholder
 from minitrain.models.quantize import E4M3, cast, largest, power_of_two_scale
 
 
@@ -155,13 +155,13 @@ def after_gather(
     """
     module, name, size, inverse = notes
     # set by tensor parallelism if ranks share key/value heads
-    own_rows = getattr(module, "own_rows", slice(size[0]))
-    weight8 = gathered[0].view(E4M3).view(-1, *size[1:])[own_rows].squeeze(0)
+    local_rows = getattr(module, "local_rows", slice(size[0]))
+    weight8 = gathered[0].view(E4M3).view(-1, *size[1:])[local_rows].squeeze(0)
     shards, number = module.shards[name]
     module.gathered[name] = weight8, inverse, shards.copy_of(number, weight8)
     if out is not None:
         return None
-    return placeholder(size, inverse, dtype).as_subclass(Unstrided), []
+    return weight_placeholder(size, inverse, dtype).as_subclass(Unstrided), []
 
 
 class Unstrided(Tensor):

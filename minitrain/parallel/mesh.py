@@ -107,14 +107,15 @@ def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def own_chunk(mesh: DeviceMesh, x: Tensor) -> Tensor:
+def local_chunk(mesh: DeviceMesh, x: Tensor) -> Tensor:
     """Return this rank's contiguous chunk of x [batch, seq, ...]: [batch, seq / ranks, ...].
 
     Raises InputError if the ranks do not divide seq: collectives of unequal sizes crash or hang.
     """
     length = x.shape[1]
-    if length % mesh.size():
+    ranks = mesh.size()
+    if length % ranks:
         raise InputError(
-            f"a row of {length} tokens does not divide by {mesh.size()} ranks (use another size)"
+            f"a sequence of {length} tokens does not divide by {ranks} ranks (use another size)"
         )
-    return x.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+    return x.chunk(ranks, dim=1)[mesh.get_local_rank()]

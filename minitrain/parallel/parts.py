@@ -65,8 +65,8 @@ def use_local_tensors(unit: Module, inputs: tuple) -> None:
             # a replicated parameter's gradient is one term, of this rank's tokens or heads
             gradients = [Partial() if p.is_replicate() else p for p in parameter.placements]
             part = parameter.to_local(grad_placements=gradients)
-            if hasattr(module, "own_rows") and not name.endswith("lora_A"):
-                part = part[module.own_rows]
+            if hasattr(module, "local_rows") and not name.endswith("lora_A"):
+                part = part[module.local_rows]
             if name == getattr(module, "added_by_all", None):
                 part = part / parameter.device_mesh.size()
             module.__dict__[name] = part

@@ -53,9 +53,9 @@ from minitrain.parallel.pipeline_stage import Stage, keep_weights, skip_vote
 from minitrain.parallel.shards import Slices, assemble, cut_slices, full_slice, to_local
 
 # a micro-batch: tokens, labels, ..., [micro, seq] each
-Batch = dict[str, Tensor]
+MicroBatch = dict[str, Tensor]
 # the last stage has a copy of it if embeddings are tied
-EMBEDDING = "model.embed_tokens.weight"
+TIED_WEIGHT = "model.embed_tokens.weight"
 
 
 class Pipeline(nn.Module):
@@ -118,7 +118,7 @@ class Pipeline(nn.Module):
         """Fill a full parameter [...]. Any stage has the rules for all names."""
         next(iter(self.stages.values())).initialize_parameter(name, tensor, generator)
 
-    def forward_backward(self, objective, batches: list[Batch], count: Tensor) -> Tensor:
+    def forward_backward(self, objective, batches: list[MicroBatch], count: Tensor) -> Tensor:
         """Add the gradients of (sum of all micro-batches' losses) / count, and return that loss.
 
         count: [], the valid tokens of all ranks. The loss is fp32 [], equal on all of `mesh`.
@@ -217,12 +217,12 @@ class Pipeline(nn.Module):
 
     # --- evaluation: forward passes alone
 
-    def evaluate(self, objective, batches: list[Batch]) -> Tensor:
+    def evaluate(self, objective, batches: list[MicroBatch]) -> Tensor:
         """Return the sum of the micro-batches' losses, [], on every rank."""
         return self.total(self.outputs(objective, batches))
 
     @torch.no_grad()
-    def outputs(self, objective, batches: list[Batch]) -> list[Tensor]:
+    def outputs(self, objective, batches: list[MicroBatch]) -> list[Tensor]:
         """Return the objective's results by micro-batch on the last stage's rank, [] elsewhere.
 
         In step t, stage s runs micro-batch t - s, if there is one.
@@ -281,7 +281,7 @@ class Pipeline(nn.Module):
         weights = []
         for number in (0, self.count - 1):
             here = self.ranks[number] == self.rank
-            weights.append(self.stages[str(number)].get_parameter(EMBEDDING) if here else None)
+            weights.append(self.stages[str(number)].get_parameter(TIED_WEIGHT) if here else None)
         return tuple(weights)
 
     @torch.no_grad()
@@ -354,4 +354,4 @@ class Pipeline(nn.Module):
 
 def owns(stage: Module, name: str) -> bool:
     """Return False for the last stage's copy of tied embeddings."""
-    return stage.first or name != EMBEDDING
+    return stage.first or name != TIED_WEIGHT

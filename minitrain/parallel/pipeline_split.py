@@ -25,7 +25,7 @@ def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
     return min(stage, 2 * ranks - 1 - stage) if v_shaped else stage % ranks
 
 
-def cut(
+def split_layers(
     layers: int, stages: int, layers_per_stage: list[int] | None = None, head: int = 1
 ) -> list[dict]:
     """Return each stage's `layers`, a range, and bools `first` (embedding) and `last` (head).
@@ -47,8 +47,10 @@ def cut(
 
 
 def local_stages(parallel: "Parallel", layers: int, rank: int) -> dict[int, dict]:
-    """Return what `cut` gives to a pipeline rank's stages, by their numbers."""
-    parts = cut(layers, parallel.pp * parallel.vp, parallel.layers_per_stage, parallel.head_layers)
+    """Return what `split_layers` gives to a pipeline rank's stages, by their numbers."""
+    parts = split_layers(
+        layers, parallel.pp * parallel.vp, parallel.layers_per_stage, parallel.head_layers
+    )
     v_shaped = parallel.schedule in V_SHAPED
     return {n: part for n, part in enumerate(parts) if rank_of(n, parallel.pp, v_shaped) == rank}
 

@@ -92,8 +92,8 @@ def split_block(
     gather, scatter = collectives(mesh)
     for name, module in block.named_modules():
         placement = Replicate()
-        # own_rows: there are fewer key/value heads than ranks, see `share_heads`
-        if name.endswith(column) and not hasattr(module, "own_rows"):
+        # local_rows: there are fewer key/value heads than ranks, see `share_heads`
+        if name.endswith(column) and not hasattr(module, "local_rows"):
             placement = Shard(0)
         elif name.endswith(row):
             placement = Shard(1)

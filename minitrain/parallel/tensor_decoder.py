@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from minitrain.models.layers import set_variant
-from minitrain.parallel.mesh import own_chunk
+from minitrain.parallel.mesh import local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.parallel.tensor import collectives, split_block, split_embedding
 
@@ -57,7 +57,7 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
     if "embed_positions" in outer:
         # all positions on every rank, which looks up those of its tokens
         split_parameters(outer["embed_positions"], mesh, Replicate())
-        set_variant(outer["embed_positions"], OwnPositions)
+        set_variant(outer["embed_positions"], LocalPositions)
     if "norm" in outer:
         split_parameters(outer["norm"], mesh, Replicate())
         outer["norm"].register_forward_pre_hook(use_local_tensors)
@@ -90,21 +90,21 @@ def split_decoder_block(
 def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
     """Let each rank use the rows of k and v of one head, if ranks outnumber key/value heads.
 
-    `use_local_tensors` reads `own_rows`, the rows of the weight that a rank computes with.
+    `use_local_tensors` reads `local_rows`, the rows of the weight that a rank computes with.
     """
     heads = len(attention.k_proj.weight) // attention.head_dim
     if mesh.size() > heads:
         # with 2 heads on 4 ranks: head 0, 0, 1, 1
         first = mesh.get_local_rank() * heads // mesh.size() * attention.head_dim
         for module in (attention.k_proj, attention.v_proj):
-            module.own_rows = slice(first, first + attention.head_dim)
+            module.local_rows = slice(first, first + attention.head_dim)
 
 
 def split_experts(moe: "MoE", mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
     """Split the channels of all experts, unless expert parallelism has split them by expert."""
     experts = moe.experts
     # document ids [batch, seq] -> those of this rank's tokens, for the router
-    moe.split = partial(own_chunk, mesh)
+    moe.split = partial(local_chunk, mesh)
     if not isinstance(experts.down_proj, DTensor):
         # gate_up_proj, [experts, 2 x channels, width], or up_proj; its bias lacks the last dim
         split_parameters(experts, mesh, Shard(1), experts.first)
@@ -132,13 +132,13 @@ def dispatch_to_all(
     return scatter(dispatch(x, indices, weights, experts)[None])[0]
 
 
-class OwnPositions(nn.Embedding):
+class LocalPositions(nn.Embedding):
     """An embedding of positions [batch or 1, seq] -> this rank's [batch or 1, seq / tp, hidden]."""
 
     def forward(self, positions: Tensor) -> Tensor:
         # [max positions, hidden]; this rank's tokens give one term of the gradient
         weight = self.weight.to_local(grad_placements=[Partial()])
-        return F.embedding(own_chunk(self.weight.device_mesh, positions), weight)
+        return F.embedding(local_chunk(self.weight.device_mesh, positions), weight)
 
 
 def tensor_parallel_size(model: "Decoder") -> int:

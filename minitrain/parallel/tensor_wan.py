@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate
 from minitrain.models.layers import set_variant
 from minitrain.models.video import upcast
 from minitrain.parallel.collectives import all_gather, all_reduce
-from minitrain.parallel.mesh import own_chunk
+from minitrain.parallel.mesh import local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.parallel.tensor import split_block
 
@@ -59,7 +59,7 @@ def tensor_parallel_wan(model: "Wan", mesh: DeviceMesh) -> None:
             split_parameters(module, mesh, Replicate())
     # its forward runs first, when FSDP has gathered the parameters of all of them
     model.patch_embedding.register_forward_pre_hook(partial(use_all, outer))
-    model.split_tp = partial(own_chunk, mesh)
+    model.split_tp = partial(local_chunk, mesh)
     model.gather = lambda x: GatherTokens.apply(x, mesh.size(), mesh.get_local_rank(), name)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from minitrain.models.router import Router, update_selection_bias
-from minitrain.parallel.context import own_tokens
+from minitrain.parallel.context import local_tokens
 from minitrain.parallel.fsdp import reshard, set_gradient_sync
 from minitrain.parallel.mesh import Meshes, sum_over
 from minitrain.parallel.pipeline import Pipeline
@@ -64,7 +64,7 @@ class Trainer:
         micro_batches = []
         for n in range(first, first + share, batch.micro):
             whole = read(dataset, range(n, n + batch.micro))
-            own = own_tokens(whole, self.meshes.cp, self.config.parallel.context)
+            own = local_tokens(whole, self.meshes.cp, self.config.parallel.context)
             micro_batches.append(own)
         return micro_batches
 

@@ -13,7 +13,7 @@ from minitrain.errors import InputError
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.parallel.context import context_parallel, own_tokens, token_indices
+from minitrain.parallel.context import context_parallel, local_tokens, token_indices
 from minitrain.run.config import from_dict
 from minitrain.run.launch import start
 from minitrain.settings import GRPO, Diffusion, Parallel
@@ -272,7 +272,7 @@ def test_collectives_of_mamba(pool, form):
 
 
 def split_rows(form, batch):
-    return own_tokens(batch, init_device_mesh("cpu", (2,)), form)
+    return local_tokens(batch, init_device_mesh("cpu", (2,)), form)
 
 
 @pytest.mark.parametrize("form, held", [

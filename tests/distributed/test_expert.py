@@ -23,7 +23,7 @@ from minitrain.models.moe import Experts
 from minitrain.models.moe import dispatch as dispatch_alone
 from minitrain.models.router import Router, balanced_choice
 from minitrain.models.zoo import model_config
-from minitrain.parallel.expert import dispatch, make_size_exchange
+from minitrain.parallel.expert import dispatch_to_ranks, make_size_exchange
 from minitrain.parallel.fsdp import widest_dimension
 from minitrain.parallel.shards import full_tensor
 from minitrain.run import config as configs
@@ -145,7 +145,7 @@ def dispatch_here(load):
     indices, weights = routing(load, rank)
     get_sizes = make_size_exchange(make_router(), mesh)
     return output_and_gradients(
-        lambda x, weights, experts: dispatch(mesh, get_sizes, x, indices, weights, experts),
+        lambda x, weights, experts: dispatch_to_ranks(mesh, get_sizes, x, indices, weights, experts),
         tokens_of(rank), weights, local_experts(rank, ranks), tokens_of(rank) + 1,
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ def elements_sent(load, fake):
     experts = local_experts(dist.get_rank(), dist.get_world_size())
     x = tokens_of(dist.get_rank()).requires_grad_()
     with Sent(dist.get_rank()) as sent:
-        dispatch(mesh, get_sizes, x, indices, weights.requires_grad_(), experts).sum().backward()
+        dispatch_to_ranks(mesh, get_sizes, x, indices, weights.requires_grad_(), experts).sum().backward()
     return sent.elements, indices
 
 
@@ -242,7 +242,7 @@ def count_waits(load):
     get_sizes = make_size_exchange(make_router(), mesh)
     with Waits() as waits:
         x = tokens_of(dist.get_rank()).requires_grad_()
-        dispatch(mesh, get_sizes, x, indices, weights, local_experts(0, 2)).sum().backward()
+        dispatch_to_ranks(mesh, get_sizes, x, indices, weights, local_experts(0, 2)).sum().backward()
     return waits.count
 
 
@@ -259,7 +259,7 @@ def test_nothing_waits_with_the_fake_gate():
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
             indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
-            output = dispatch(mesh, get_sizes, x, indices, weights.bfloat16(), experts)
+            output = dispatch_to_ranks(mesh, get_sizes, x, indices, weights.bfloat16(), experts)
             output.sum().backward()
         assert output.shape == x.grad.shape == (TOKENS, WIDTH)
 

@@ -205,8 +205,8 @@ def own_part(name, module, meshes, tensor):
     """Of what is whole, what this rank computes with."""
     if tensor.ndim == 3:
         return tensor.chunk(meshes.experts["ep"].size())[meshes.experts["ep"].get_local_rank()]
-    if hasattr(module, "own_rows"):
-        return tensor[module.own_rows]
+    if hasattr(module, "local_rows"):
+        return tensor[module.local_rows]
     by = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
     return tensor.chunk(meshes.tp.size(), by)[meshes.tp.get_local_rank()]
 

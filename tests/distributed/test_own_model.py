@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from minitrain.parallel.fsdp import shard
-from minitrain.parallel.mesh import build_meshes, own_chunk, sum_over
+from minitrain.parallel.mesh import build_meshes, local_chunk, sum_over
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.parallel.tensor import split_block, split_embedding
 
@@ -95,7 +95,7 @@ def train():
     parallelize(model, meshes)
     place, ranks = meshes.batch.get_local_rank(), meshes.batch.size()
     tokens, labels = (rows.chunk(ranks)[place] for rows in make_rows())
-    loss = model(tokens, own_chunk(meshes.tp, labels))
+    loss = model(tokens, local_chunk(meshes.tp, labels))
     loss.backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     total = sum_over(meshes.tokens, loss.detach().clone())

@@ -14,7 +14,7 @@ from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained, save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.parallelize import parallelize
-from minitrain.parallel.pipeline_split import V_SHAPED, cut, rank_of
+from minitrain.parallel.pipeline_split import V_SHAPED, rank_of, split_layers
 from minitrain.run import config as configs
 from minitrain.run.export import export
 from minitrain.run.launch import meshes_of, start
@@ -289,7 +289,7 @@ def test_a_checkpoint_continues_under_other_layouts(pool, tmp_path):
     (80, 40, 2), (96, 96, 2), (61, 32, 2), (10, 4, 3),
 ])  # fmt: skip
 def test_every_layer_is_on_one_stage(layers, stages, head):
-    parts = cut(layers, stages, head=head)
+    parts = split_layers(layers, stages, head=head)
     assert [layer for part in parts for layer in part["layers"]] == list(range(layers))
     assert [part["first"] for part in parts] == [True] + [False] * (stages - 1)
     assert [part["last"] for part in parts] == [False] * (stages - 1) + [True]
@@ -301,9 +301,9 @@ def test_every_layer_is_on_one_stage(layers, stages, head):
 
 
 def test_layers_per_stage_counts_embedding_and_head():
-    parts = cut(126, 64, [2] * 64)
+    parts = split_layers(126, 64, [2] * 64)
     assert [len(part["layers"]) for part in parts] == [1] + [2] * 62 + [1]
-    parts = cut(4, 3, [1, 4, 1])
+    parts = split_layers(4, 3, [1, 4, 1])
     assert [list(part["layers"]) for part in parts] == [[], [0, 1, 2, 3], []]
 
 

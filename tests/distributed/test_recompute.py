@@ -224,7 +224,7 @@ def products(setting, name, compiling=False, fp8=False, as_on_gpus=False, by_one
 ], ids=str)  # fmt: skip
 def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
     monkeypatch.setattr(onednn, "FASTER", settings.get("by_onednn", False))
-    monkeypatch.setattr(onednn, "LEAST", 1)
+    monkeypatch.setattr(onednn, "MIN_FLOPS", 1)
     if settings.get("as_on_gpus"):
         monkeypatch.setattr(fp8_models, "choose_scaled_mm", lambda *_: scaled_mm_of_torch)
     none, selective, full = (products(setting, **settings) for setting in ("none", "selective", "full"))

@@ -188,7 +188,7 @@ def check_indivisible() -> None:
         model, mesh = make_model(), init_device_mesh("cpu", (2,))
         split(model, mesh)
         model(*inputs(grid=(3, 4, 4)))
-        with pytest.raises(InputError, match="a row of 15 tokens does not divide by 2 ranks"):
+        with pytest.raises(InputError, match="a sequence of 15 tokens does not divide by 2 ranks"):
             model(*inputs(grid=(3, 2, 10)))
 
 
