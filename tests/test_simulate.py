@@ -35,7 +35,7 @@ from minitrain.simulator.simulate import (
     time_traces,
 )
 from minitrain.simulator.timeline import Span, Timeline, load_system
-from minitrain.simulator.trace import Trace, Tracer
+from minitrain.simulator.trace import Event, Trace, Tracer
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 1}, "batch": {"global": 10, "micro": 1, "seq_len": 64},
@@ -235,21 +235,66 @@ def test_a_sweep_leaves_out_ranks_that_only_sample():
         sweep.with_all_gpus(row, ["parallel.pp=8", "parallel.tp=2"], 16)
 
 
+def written(simulation: Simulation, path) -> list[dict]:
+    write_trace(simulation, str(path))
+    return json.loads(path.read_text())["traceEvents"]
+
+
 def test_a_trace_has_a_lane_per_stream_and_per_stage(tmp_path):
     line = Timeline(
-        [Span("compute", "mm", "gemm", 0.0, 1.0, 0.0, 0), Span("tp", "allgather", "collective", 1.0, 3.0, 0.0, 1)]
-    )
+        [Span("compute", "mm", "gemm", 0.0, 1.0, 0.0, 0), Span("tp", "allgather", "collective", 1.0, 3.0, 0.0, 1)],
+        [1.0, 1.0], 3.0,
+    )  # fmt: skip
+    events = [Event("mm", "gemm", 12, [], [], (1, 2, 3, 1)), Event("allgather", "collective", 0, [], [], payload=2**21)]
+    trace = Trace(events, marks=[(0, (0, "F", 5))], held=[(0, 0, 0, 0, 2**30), (0, 0, 0, 2**29, 2**30)])
     pipeline = Replay({(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0)}, [1.0, 2.0], {0: 0, 1: 1})
-    simulation = Simulation({}, {0: line}, 4, 1, 2.0, pipeline)
-    write_trace(simulation, str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = written(Simulation({0: trace}, {0: line}, 4, 1, 2.0, pipeline), tmp_path / "trace.json")
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["rank at place 0 of the pipeline: 1 of its 4 micro-batches, and the optimizer", "all stages"]
     boxes = {(lanes[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
     assert boxes == {
-        ("compute", "mm", 0, 1e6), ("tp", "allgather", 1e6, 2e6), ("stage 0", "F0", 0, 1e6), ("stage 1", "F0", 1e6, 1e6)
+        ("compute", "step", 0, 3e6), ("compute", "micro-batch 5", 0, 1e6), ("compute", "forward of stage 0", 0, 1e6),
+        ("compute", "mm 1 x 2 x 3 x 1", 0, 1e6), ("tp", "allgather 2 MiB", 1e6, 2e6), ("stage 0", "F0", 0, 1e6),
+        ("stage 1", "F0", 1e6, 1e6),
     }  # fmt: skip
+    held = [e["args"] for e in events if e["ph"] == "C"]
+    assert [(each["gathered"], each["activations"]) for each in held] == [(0, 2**30), (2**29, 2**30)]
+
+
+@pytest.mark.parametrize("pp, compiles", [(1, False), (2, True)])
+def test_slices_are_nested_from_the_step_to_a_kernel(tmp_path, compiles, pp):
+    parallel = {"dp_shard": 1, "pp": pp, "layers_per_stage": [3, 1] if pp > 1 else None}
+    model = {"name": "llama3-8b-tiny", "num_layers": 2}
+    tree = TREE | {"model": model, "batch": {"global": 3, "micro": 1, "seq_len": 64}}
+    config = configs.from_dict(tree | {"compile": compiles, "parallel": parallel, "precision": "bf16"})
+    simulation = time_traces(config, record(config), load_system("dgx-h100"))
+    events = written(simulation, tmp_path / "trace.json")
+    slices = sorted((e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 0)), key=lambda e: e["ts"])
+    paths, open_now = [], []
+    for each in slices:  # the outer of two that begin together comes first
+        while open_now and open_now[-1][1] <= each["ts"] + 1e-9:
+            open_now.pop()
+        end = each["ts"] + each["dur"]
+        assert not open_now or end <= open_now[-1][1] + 1e-6
+        open_now.append((each["name"], end))
+        paths.append((tuple(name for name, _ in open_now), each["args"].get("FLOPs", 0)))
+    passes = [("forward", "backward"), ("forward of stage 0", "backward of stage 0")][pp - 1]
+    wide = Decoder(config.model.config).model.layers["0"]
+    products = 2 * 64 * sum(p.numel() for p in wide.parameters() if p.dim() > 1)
+    for batch in range(min(3, simulation.traced)):
+        for which, names in zip(passes, (["0", "1"], ["1", "0"]), strict=True):
+            around = ("step", f"micro-batch {batch}", which)
+            inside = [(path[3], flops) for path, flops in paths if path[:3] == around and len(path) > 3]
+            order = list(dict.fromkeys(name.split(".")[-1] for name, _ in inside if "layers." in name))
+            assert order == names
+            per_block = dict.fromkeys(names, 0)
+            for path, flops in paths:
+                if path[:3] == around and len(path) == 5 and path[4].startswith(("mm", "addmm", "add_product")):
+                    per_block[path[3].split(".")[-1]] += flops
+            assert per_block == dict.fromkeys(names, products * (2 if which == passes[1] else 1))
+    held = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == 0]
+    assert max(held) == sum(simulation.traces[0].peak.values())
 
 
 def test_adapters_of_a_folder_are_simulated_without_their_values(tmp_path):

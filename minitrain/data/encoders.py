@@ -4,7 +4,6 @@ The networks are those of a published pipeline, by diffusers and transformers; P
 video files. Left out: image-to-video models' condition, and CLIP's features of an image.
 """
 
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.errors import InputError
+from minitrain.errors import InputError, refused
 
 # frames per second of Wan's videos
 RATE = 16
@@ -59,13 +58,14 @@ class Encoders:
     def encode(self, video: Tensor) -> Tensor:
         """Return the latents of uint8 [frames, 3, height, width], fp32 [channels, frames, height, width]."""
         pixels = video.to(self.mean.device).transpose(0, 1)[None] / 127.5 - 1
-        return ((self.vae.encode(pixels).latent_dist.mode()[0] - self.mean) / self.std).cpu()
+        latents = self.vae.encode(pixels).latent_dist.mode()[0]
+        return ((latents - self.mean) / self.std).cpu()
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
         """Return the video of latents, the inverse of `encode`."""
-        scaled = latents.to(self.mean.device) * self.std + self.mean
-        pixels = self.vae.decode(scaled[None]).sample[0].transpose(0, 1)
+        latents = latents.to(self.mean.device) * self.std + self.mean
+        pixels = self.vae.decode(latents[None]).sample[0].transpose(0, 1)
         return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().cpu()
 
 
@@ -80,21 +80,18 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
         from PIL import Image
 
         for file in sorted(path.iterdir())[:most]:
-            try:
-                picture = np.array(Image.open(file).convert("RGB"))
-            except OSError as error:
-                raise InputError(f"{file} cannot be read as a picture: {error}") from None
-            frames.append(covering(picture, size))
+            with refused(f"{file} cannot be read as a picture"):
+                picture = Image.open(file).convert("RGB")
+            frames.append(covering(np.array(picture), size))
     else:
         av = load_av(path)
         try:
             with av.open(str(path)) as file:
-                first = None
                 for frame in file.decode(video=0):
-                    first = frame.time if first is None else first
                     # a slower video shows a frame more than once
-                    while len(frames) < most and frame.time - first >= len(frames) / rate - 1e-3:
-                        frames.append(covering(frame.to_ndarray(format="rgb24"), size))
+                    while len(frames) < most and frame.time >= len(frames) / rate - 1e-3:
+                        picture = frame.to_ndarray(format="rgb24")
+                        frames.append(covering(picture, size))
                     if len(frames) == most:
                         break
         except (av.FFmpegError, IndexError) as error:
@@ -106,24 +103,28 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
 
 def covering(picture: np.ndarray, size: list[int]) -> Tensor:
     """Scale and cut a picture [height, width, 3] to uint8 [3, *size]."""
-    x = torch.from_numpy(picture).permute(2, 0, 1)[None].float()
-    scale = max(wanted / given for wanted, given in zip(size, x.shape[2:], strict=True))
-    shape = [round(scale * given) for given in x.shape[2:]]
-    if shape != list(x.shape[2:]):
-        x = F.interpolate(x, shape, mode="bicubic", antialias=True).round().clamp(0, 255)
-    top, left = ((given - wanted) // 2 for given, wanted in zip(shape, size, strict=True))
-    return x[0, :, top : top + size[0], left : left + size[1]].byte()
+    x = torch.from_numpy(picture).float()
+    x = x.permute(2, 0, 1)[None]
+    height, width = size
+    scale = max(height / x.shape[2], width / x.shape[3])
+    shape = round(scale * x.shape[2]), round(scale * x.shape[3])
+    x = F.interpolate(x, shape, mode="bicubic", antialias=True)
+    x = x.round().clamp(0, 255).byte()
+    top = (shape[0] - height) // 2
+    left = (shape[1] - width) // 2
+    return x[0, :, top : top + height, left : left + width]
 
 
 def write_mp4(path: Path, video: Tensor) -> None:
     """Write a video [frames, 3, height, width] of even height and width in H.264."""
     av = load_av(path)
     with av.open(str(path), "w") as file:
-        stream = file.add_stream("libx264", rate=Fraction(RATE))
+        stream = file.add_stream("libx264", rate=RATE)
         stream.height, stream.width = video.shape[2:]
         stream.pix_fmt = "yuv420p"
         for frame in video.permute(0, 2, 3, 1).contiguous().numpy():
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+            file.mux(stream.encode(picture))
         file.mux(stream.encode())
 
 

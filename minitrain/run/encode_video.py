@@ -43,8 +43,10 @@ def main(arguments: list[str]) -> None:
     for path, caption in tqdm(captions.items(), unit="video"):
         file = out / f"{path.name}.safetensors"
         if not file.exists():
-            latents = encoders.encode(read_frames(path, options.size, options.frames, options.rate))
-            save_video(work, latents, encoders.encode_text(caption), negative=negative)
+            frames = read_frames(path, options.size, options.frames, options.rate)
+            latents = encoders.encode(frames)
+            text = encoders.encode_text(caption)
+            save_video(work, latents, text, negative=negative)
             work.replace(file)
     print(f"{out} holds {len(captions):,} videos of {options.videos}")
     print(f"next: minitrain train --config train/wan-lora data.path={out}")

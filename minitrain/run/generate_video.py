@@ -1,7 +1,7 @@
 """Generate latents of videos: what python -m minitrain.generate --task diffusion does."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,14 +35,13 @@ def run(options: Namespace) -> None:
     cli.check_writable("out", options.out)
     if options.prompts != "shapes" and not Path(options.prompts).is_file():
         raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
-    encodes = options.encoders is not None
-    if encodes != options.out.endswith(".mp4"):
+    if bool(options.encoders) != options.out.endswith(".mp4"):
         raise InputError(
             f"--out {options.out}: with --encoders it is an .mp4 file, of prompts in lines of text"
         )
     device = pick_device(options.device)
     encoders = None
-    if encodes:
+    if options.encoders:
         # before minutes of work
         load_av(options.out)
         encoders = Encoders(options.encoders, device)
@@ -72,10 +71,12 @@ def run(options: Namespace) -> None:
     if not latents.isfinite().all():
         raise InputError("the latents are not finite (use less --guidance, or another --model)")
     if encoders:
-        files = list(numbered(Path(options.out), len(latents)))
-        for file, video in zip(files, latents, strict=True):
+        for number, video in enumerate(latents, 1):
+            file = Path(options.out)
+            if len(latents) > 1:
+                file = file.with_stem(f"{file.stem}-{number}")
             write_mp4(file, encoders.decode(video))
-        print(f"wrote {', '.join(map(str, files))}")
+            print(f"wrote {file}")
     else:
         write_tensors({"latents": latents}, options.out)
         print(f"{options.out} holds latents of {len(latents)} videos (.mp4 with --encoders)")
@@ -92,12 +93,6 @@ def embed_lines(
     texts = [encoders.encode_text(line, text_tokens).float() for line in [*lines, negative]]
     *each, hidden = [F.pad(text, (0, 0, 0, text_tokens - len(text))) for text in texts]
     return {"text": torch.stack(each), "negative": hidden.expand(len(each), -1, -1)}
-
-
-def numbered(path: Path, count: int) -> Iterator[Path]:
-    """Yield `path`, or for several files name-1.mp4, name-2.mp4, ..."""
-    for number in range(1, count + 1):
-        yield path if count == 1 else path.with_stem(f"{path.stem}-{number}")
 
 
 def generate(

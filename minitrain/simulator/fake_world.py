@@ -14,7 +14,7 @@ decides what is kept between them. Left out of memory: what is being sent betwee
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 # torch's fake process group has no public name
@@ -35,12 +34,12 @@ from minitrain.models.fp8 import is_placeholder
 from minitrain.parallel import shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
-from minitrain.parallel.pipeline_stage import Stage
 from minitrain.parallel.recompute import ATTENTION as SAVED_ATTENTION
 from minitrain.parallel.shards import to_local
 from minitrain.run.launch import meshes_of
 from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
 from minitrain.settings import Config
+from minitrain.simulator.marks import mark_blocks, marked_passes, marked_schedule, parts
 from minitrain.simulator.operators import ATTENTION_WORK, attention_work
 from minitrain.simulator.repeat import RepeatedGraph
 from minitrain.simulator.trace import Trace, Tracer
@@ -215,6 +214,7 @@ def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
     tracer.hold(parts(trainer.model.state_dict().values()), "parameters")
     tracer.hold(parts(value for state in states for value in state.values()), "optimizer")
     with tracer, marked_schedule(tracer), marked_passes(trainer, tracer):
+        mark_blocks(trainer.model, tracer)
         trainer.step(dataset, 0)
 
 
@@ -286,76 +286,6 @@ def make_optimizer_states(trainer: Trainer) -> None:
     if trainer.config.optim.ema:
         update_averages(trainer.optimizer, trainer.config.optim, 0, torch.tensor(True))
     trainer.optimizer.zero_grad(set_to_none=True)
-
-
-def parts(values: Iterable) -> list[Tensor]:
-    """Return this rank's part of each value that is a tensor."""
-    return [to_local(value) for value in values if isinstance(value, Tensor)]
-
-
-@contextmanager
-def marked_schedule(tracer: Tracer) -> Iterator[None]:
-    """Mark the actions of a pipeline's stages."""
-
-    def marked(method: Callable, kind: Callable[..., str]) -> Callable:
-        def run(stage, index, *args, **kwargs):
-            tracer.mark((stage.stage_index, kind(**kwargs), index))
-            result = method(stage, index, *args, **kwargs)
-            tracer.mark(None)
-            return result
-
-        return run
-
-    kinds = {
-        "forward_one_chunk": lambda **_: "F",
-        "backward_one_chunk": lambda full_backward=True, **_: "B" if full_backward else "I",
-        "backward_weight_one_chunk": lambda **_: "W",
-    }
-    with ExitStack() as stack:
-        for name, kind in kinds.items():
-            stack.enter_context(patch.object(Stage, name, marked(getattr(Stage, name), kind)))
-        yield
-
-
-@contextmanager
-def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
-    """Mark where each micro-batch's passes begin and where the last one ends.
-
-    There, count memory that outlives a pass under its own kind: gradients, and FP8 weights.
-    """
-    loss = trainer.objective.loss
-    update = trainer.optimizer.step
-    modules = list(trainer.model.modules())
-    units = [m._get_fsdp_state()._fsdp_param_group for m in modules if isinstance(m, FSDPModule)]
-    fp8 = {shards for m in modules for shards, _ in getattr(m, "shards", {}).values()}
-
-    def count_lasting() -> None:
-        tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
-        # gradients that are not reduced yet, or not over replicas
-        for unit in filter(None, units):
-            whole = (p.unsharded_accumulated_grad for p in unit.fsdp_params)
-            tracer.hold(parts([unit._partial_reduce_output, *whole]), "gradients")
-        for kept in fp8:
-            tracer.hold((part for pair in filter(None, kept.shards) for part in pair), "parameters")
-            tracer.hold(parts(kept.copies), "gathered")
-
-    def marked_loss(model: Module, batch) -> Tensor:
-        count_lasting()
-        tracer.mark("forward")
-        terms = loss(model, batch)
-        tracer.mark("backward")
-        return terms
-
-    def marked_update():
-        count_lasting()
-        tracer.mark("optimizer")
-        return update()
-
-    with (
-        patch.object(trainer.objective, "loss", marked_loss),
-        patch.object(trainer.optimizer, "step", marked_update),
-    ):
-        yield
 
 
 def estimate_memory(config: Config, world_size: int) -> dict[str, float]:

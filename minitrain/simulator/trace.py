@@ -93,6 +93,8 @@ class Trace:
     died: storage number -> index of the event after which the storage was freed.
     groups: name of a process group -> its mesh dimensions, and its ranks.
     marks: (index of the next event, label).
+    blocks: (index of the next event, name of the block that runs from there on, or None).
+    held: bytes by kind of memory, as in MEMORY_KINDS, when each event was issued.
     peak: bytes by kind of memory when their sum was largest, after the event `peak_at`. Its kind
         `gathered` is what collectives bring, and the weights that FSDP and FP8 make of it.
     """
@@ -101,6 +103,8 @@ class Trace:
     died: dict[int, int] = field(default_factory=dict)
     groups: dict[str, tuple[list[str], list[int]]] = field(default_factory=dict)
     marks: list[tuple[int, object]] = field(default_factory=list)
+    blocks: list[tuple[int, str | None]] = field(default_factory=list)
+    held: list[tuple[int, ...]] = field(default_factory=list)
     peak: dict[str, int] = field(default_factory=dict)
     peak_at: int = 0
 
@@ -277,6 +281,7 @@ class Tracer(TorchDispatchMode):
     def record(self, event: Event) -> None:
         self.note("record", event)
         self.trace.events.append(event)
+        self.trace.held.append(tuple(self.held.values()))
 
     def mark(self, label: object) -> None:
         self.trace.marks.append((len(self.trace.events), label))

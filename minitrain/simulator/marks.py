@@ -1,0 +1,109 @@
+"""Mark in a trace where micro-batches, passes, blocks and a pipeline's actions begin."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from minitrain.parallel.pipeline_stage import Stage
+from minitrain.parallel.shards import to_local
+from minitrain.simulator.trace import Tracer
+from minitrain.training.loop import Trainer
+
+
+def parts(values: Iterable) -> list[Tensor]:
+    """Return this rank's part of each value that is a tensor."""
+    return [to_local(value) for value in values if isinstance(value, Tensor)]
+
+
+@contextmanager
+def marked_schedule(tracer: Tracer) -> Iterator[None]:
+    """Mark the actions of a pipeline's stages."""
+
+    def marked(method: Callable, kind: Callable[..., str]) -> Callable:
+        def run(stage, index, *args, **kwargs):
+            tracer.mark((stage.stage_index, kind(**kwargs), index))
+            result = method(stage, index, *args, **kwargs)
+            tracer.mark(None)
+            return result
+
+        return run
+
+    kinds = {
+        "forward_one_chunk": lambda **_: "F",
+        "backward_one_chunk": lambda full_backward=True, **_: "B" if full_backward else "I",
+        "backward_weight_one_chunk": lambda **_: "W",
+    }
+    with ExitStack() as stack:
+        for name, kind in kinds.items():
+            stack.enter_context(patch.object(Stage, name, marked(getattr(Stage, name), kind)))
+        yield
+
+
+@contextmanager
+def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
+    """Mark where each micro-batch's passes begin and where the last one ends.
+
+    There, count memory that outlives a pass under its own kind: gradients, and FP8 weights.
+    """
+    loss = trainer.objective.loss
+    update = trainer.optimizer.step
+    modules = list(trainer.model.modules())
+    units = [m._get_fsdp_state()._fsdp_param_group for m in modules if isinstance(m, FSDPModule)]
+    fp8 = {shards for m in modules for shards, _ in getattr(m, "shards", {}).values()}
+
+    def count_lasting() -> None:
+        tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
+        # gradients that are not reduced yet, or not over replicas
+        for unit in filter(None, units):
+            whole = (p.unsharded_accumulated_grad for p in unit.fsdp_params)
+            tracer.hold(parts([unit._partial_reduce_output, *whole]), "gradients")
+        for kept in fp8:
+            tracer.hold((part for pair in filter(None, kept.shards) for part in pair), "parameters")
+            tracer.hold(parts(kept.copies), "gathered")
+
+    def marked_loss(model: Module, batch) -> Tensor:
+        count_lasting()
+        tracer.mark("forward")
+        terms = loss(model, batch)
+        tracer.mark("backward")
+        return terms
+
+    def marked_update():
+        count_lasting()
+        tracer.mark("optimizer")
+        return update()
+
+    with (
+        patch.object(trainer.objective, "loss", marked_loss),
+        patch.object(trainer.optimizer, "step", marked_update),
+    ):
+        yield
+
+
+def mark_blocks(model: Module, tracer: Tracer) -> None:
+    """Note from now on where the passes of each block begin, and where its forward pass ends."""
+
+    def note(name: str | None) -> None:
+        tracer.trace.blocks.append((len(tracer.trace.events), name))
+
+    def noted(call: Callable, name: str) -> Callable:
+        def run(*args, **kwargs):
+            note(name)
+            out = call(*args, **kwargs)
+            note(None)
+            if out.requires_grad:
+                out.register_hook(lambda gradient: note(name))
+            return out
+
+        return run
+
+    blocks = [block for part in model.modules() for block in getattr(part, "blocks", ())]
+    for name, module in model.named_modules():
+        if module in blocks:
+            # outside what is compiled
+            call = module._compiled_call_impl or module._call_impl
+            module._compiled_call_impl = noted(call, name)
