@@ -10,7 +10,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from minitrain import load_pretrained, train
-from minitrain.data.chat import Sample
+from minitrain.data.chat import ChatSample
 from minitrain.data.datasets import open_dataset
 from minitrain.data.preferences import Pairs, read_pair
 from minitrain.errors import InputError
@@ -48,9 +48,9 @@ def made_up_pairs(count: int, vocab: int = 96) -> list[dict]:
     ]
 
 
-def as_samples(pairs: list[dict]) -> list[list[Sample]]:
+def as_samples(pairs: list[dict]) -> list[list[ChatSample]]:
     return [
-        [Sample(**reply_sample(pair["prompt_ids"], pair[key])) for key in ("chosen_ids", "rejected_ids")]
+        [ChatSample(**reply_sample(pair["prompt_ids"], pair[key])) for key in ("chosen_ids", "rejected_ids")]
         for pair in pairs
     ]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minitrain.data.chat_keys import KEYS
+from minitrain.data.chat_keys import CHAT_KEYS
 from minitrain.data.chat_templates import (
     BEGINNING,
     EOS,
@@ -31,7 +31,7 @@ from minitrain.training.loss import IGNORE
 LONGEST_TOKEN = 64
 
 
-class Sample(NamedTuple):
+class ChatSample(NamedTuple):
     """A model's input and its targets. tokens: int64 [n]; labels: int64 [n], IGNORE or next token.
 
     It ends where the last label is predicted: what comes after that token would teach nothing.
@@ -113,14 +113,14 @@ def encode_after(before: str, text: str, encode: Callable[[str], Sequence]) -> S
     return whole[start:] if np.array_equal(whole[:start], context) else encode(text)
 
 
-def make_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:
+def make_sample(tokens: np.ndarray, said: np.ndarray) -> ChatSample:
     """Return the sample of an encoded chat. The very first token cannot be predicted."""
     labels = np.where(said[1:], tokens[1:], IGNORE)
     stop = int(np.flatnonzero(said).max(initial=0))
-    return Sample(tokens[:stop], labels[:stop])
+    return ChatSample(tokens[:stop], labels[:stop])
 
 
-def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
+def split_reply(sample: ChatSample) -> tuple[list[int], list[int]]:
     """Split a sample before its last reply. Returns the tokens of both sides."""
     predicted = sample.labels != IGNORE
     start = len(predicted) - int(np.argmin(np.append(predicted[::-1], False)))
@@ -129,10 +129,10 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
 
 # ------------------------------------------------------------------------------------------------------ lines of files
 
-HIDDEN = KEYS["hidden"] + KEYS["hidden_line"]
-LEARNED_INSIDE = KEYS["learned"] + KEYS["learned_inside"]
+HIDDEN = CHAT_KEYS["hidden"] + CHAT_KEYS["hidden_line"]
+LEARNED_INSIDE = CHAT_KEYS["learned"] + CHAT_KEYS["learned_inside"]
 # ShareGPT's names of roles
-ROLES = {"human": "user", "gpt": "assistant"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def read_messages(record: dict, where: str) -> Chat:
@@ -145,7 +145,7 @@ def read_messages(record: dict, where: str) -> Chat:
     Raises InputError, which begins with `where`, for anything else.
     """
     with located(where):
-        learned = is_learned(record, KEYS["learned"])
+        learned = is_learned(record, CHAT_KEYS["learned"])
         for key in ("label", "kto_tag", "desirable"):
             if record.get(key) is False:
                 raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
@@ -186,15 +186,15 @@ def _read_layout(record: dict) -> Chat:
             raise InputError(f"{chat!r} has no message of the assistant, so nothing to learn")
         return turns
     if "context" in record and record.get("answers"):
-        refuse_hidden(record, HIDDEN + KEYS["hidden_beside"], "the question")
+        refuse_hidden(record, HIDDEN + CHAT_KEYS["hidden_beside"], "the question")
         asked, answer = read_squad(record)
     else:
-        prompt = usual_key(record, KEYS["prompts"])
-        response = usual_key(record, KEYS["responses"])
+        prompt = usual_key(record, CHAT_KEYS["prompts"])
+        response = usual_key(record, CHAT_KEYS["responses"])
         if prompt is None or response is None:
             raise InputError(
                 "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
-                f"{', '.join(KEYS['prompts'])}) with a response (one of {', '.join(KEYS['responses'])})"
+                f"{', '.join(CHAT_KEYS['prompts'])}) with a response (one of {', '.join(CHAT_KEYS['responses'])})"
             )
         asked = prompt_of(record, prompt)
         answer = words_of(record, response)
@@ -210,8 +210,8 @@ def usual_key(record: dict, names: list[str]) -> str | None:
 
 def chat_key(record: dict) -> str | None:
     """Return the key of the messages, None where the line is of another layout."""
-    key = usual_key(record, KEYS["chats"])
-    return key if key and (record[key] or usual_key(record, KEYS["prompts"]) is None) else None
+    key = usual_key(record, CHAT_KEYS["chats"])
+    return key if key and (record[key] or usual_key(record, CHAT_KEYS["prompts"]) is None) else None
 
 
 def refuse_hidden(record: dict, keys: list[str], place: str) -> None:
@@ -223,7 +223,7 @@ def refuse_hidden(record: dict, keys: list[str], place: str) -> None:
 
 def is_learned(record: dict, keys: list[str]) -> bool:
     """Return false if one of `keys` is 0 or false. Raises InputError for other ways to mask."""
-    for key in KEYS["masked"]:
+    for key in CHAT_KEYS["masked"]:
         if record.get(key):
             shown = json.dumps(record[key])
             raise InputError(f"{key!r} is {shown} (mask a whole reply by 'train': false)")
@@ -237,7 +237,7 @@ def is_learned(record: dict, keys: list[str]) -> bool:
 
 def with_system(turns: Chat, record: dict) -> Chat:
     """Return the turns, begun by the system's text beside them (OpenOrca, ShareGPT)."""
-    key = usual_key(record, KEYS["systems"])
+    key = usual_key(record, CHAT_KEYS["systems"])
     if key is None or not record[key]:
         return turns
     system = Message("system", text_of(record, key))
@@ -254,7 +254,7 @@ def prompt_of(record: dict, key: str) -> str:
     It may have a `context` (Dolly), an `instruction` also an `input` (Alpaca).
     """
     beside = ("input", "context") if key == "instruction" else ("context",)
-    hidden = HIDDEN + KEYS["hidden_beside"]
+    hidden = HIDDEN + CHAT_KEYS["hidden_beside"]
     if key not in ("instruction", "input"):
         hidden = [*hidden, "input"]
     refuse_hidden(record, hidden, "the prompt")
@@ -277,10 +277,10 @@ def read_turns(record: dict, key: str) -> Chat:
 def read_turn(turn: dict) -> Message:
     sender, content = ("from", "value") if turn.get("from") else ("role", "content")
     given = text_of(turn, sender)
-    role = ROLES.get(given, given)
+    role = SHAREGPT_ROLES.get(given, given)
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise InputError(f"the role {given!r} is not system, developer, user, assistant or tool")
-    refuse_hidden(turn, KEYS["hidden"] + KEYS["hidden_inside"], repr(content))
+    refuse_hidden(turn, CHAT_KEYS["hidden"] + CHAT_KEYS["hidden_inside"], repr(content))
     if isinstance(turn.get(content), list):
         turn = turn | {content: text_of_parts(turn[content])}
     more = thought_of(turn)
@@ -299,7 +299,7 @@ def read_turn(turn: dict) -> Message:
 
 def thought_of(record: dict) -> dict:
     """Return the text of a thought by the name that most templates know."""
-    key = usual_key(record, KEYS["thoughts"])
+    key = usual_key(record, CHAT_KEYS["thoughts"])
     return {"reasoning_content": text_of(record, key)} if key and record[key] else {}
 
 

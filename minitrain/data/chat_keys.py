@@ -6,7 +6,7 @@ message. learned: a line or a reply is not learned if they are 0 or false; learn
 them in a reply. masked: keys that say so in another way.
 """
 
-KEYS = {
+CHAT_KEYS = {
     "chats": [
         "messages",
         "conversations",

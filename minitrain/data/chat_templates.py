@@ -47,7 +47,7 @@ Chat = list[Message]
 # the date that Llama 3.1's and 3.2's templates write if none is given
 DATE = date(2024, 7, 26)
 # key -> pattern that a template must have to support it, if not the key itself; empty: any template
-NAMES = {"reasoning_content": "reasoning_content|thinking", "name": "", "tool_call_id": ""}
+KEY_PATTERNS = {"reasoning_content": "reasoning_content|thinking", "name": "", "tool_call_id": ""}
 # characters that no text has: a reply's begin and end, the tokenizer's beginning and eos
 SAID, DONE, BEGINNING, EOS = map(chr, range(0xFDD0, 0xFDD4))
 MARKS = re.compile(f"[{SAID}{DONE}]")
@@ -136,7 +136,7 @@ class _Rendering:
         self.shown = shown
         # a key that the template does not read would be lost
         for key in chain(shown, *(message.more for message in messages)):
-            if not re.search(rf"\b({NAMES.get(key, key)})\b", template.source):
+            if not re.search(rf"\b({KEY_PATTERNS.get(key, key)})\b", template.source):
                 raise InputError(
                     f"{key!r} is not supported by {template.name}: it is not in its text"
                 )

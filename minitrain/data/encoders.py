@@ -15,7 +15,7 @@ from minitrain.errors import InputError, refused
 
 # frames per second of Wan's videos
 RATE = 16
-PARTS = "vae", "text_encoder", "tokenizer"
+PIPELINE_PARTS = "vae", "text_encoder", "tokenizer"
 LACKING = "needs diffusers, transformers and av: pip install 'minitrain[video]'"
 
 
@@ -23,7 +23,7 @@ class Encoders:
     """The video autoencoder (fp32), text encoder (bf16) and tokenizer in a pipeline's folder."""
 
     def __init__(self, folder: str, device: torch.device):
-        for part in PARTS:
+        for part in PIPELINE_PARTS:
             if not Path(folder, part).is_dir():
                 raise InputError(
                     f"--encoders {folder}: {part}/ is missing (name a download of Wan-AI/...-Diffusers)"

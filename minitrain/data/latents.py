@@ -60,8 +60,8 @@ DIFFUSERS_TEXT = 512
 IMAGE_TOKENS = 257
 
 # "tokens" where any number will do
-Shape = tuple[int | str, ...]
-Shapes = dict[str, Shape]
+LatentShape = tuple[int | str, ...]
+Shapes = dict[str, LatentShape]
 
 
 def open_latents(config: Config) -> tuple[Noised, Noised]:

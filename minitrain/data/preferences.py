@@ -12,7 +12,7 @@ import torch
 
 from minitrain.data.chat import (
     HIDDEN,
-    Sample,
+    ChatSample,
     encode_chat,
     is_learned,
     make_sample,
@@ -24,7 +24,7 @@ from minitrain.data.chat import (
     with_system,
     words_of,
 )
-from minitrain.data.chat_keys import KEYS
+from minitrain.data.chat_keys import CHAT_KEYS
 from minitrain.data.chat_templates import Chat, Message, choose_template
 from minitrain.data.files import find_files
 from minitrain.data.records import Skips, read_records
@@ -51,7 +51,7 @@ def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)
 
-    def read(record: dict, where: str) -> list[Sample]:
+    def read(record: dict, where: str) -> list[ChatSample]:
         shown = read_shown(record, where)
         with located(where):
             chats = read_pair(record)
@@ -86,7 +86,7 @@ def mock_pairs(config: Config, split: int) -> "Pairs":
     pairs = []
     for _ in range(MOCK_PAIRS):
         chats = random.integers(vocab, size=(2, config.batch.seq_len // 2 + 1))
-        pairs.append([Sample(tokens[:-1], tokens[1:]) for tokens in chats])
+        pairs.append([ChatSample(tokens[:-1], tokens[1:]) for tokens in chats])
     return Pairs(pairs, config)
 
 
@@ -110,7 +110,7 @@ def read_pair(record: dict) -> list[Chat]:
     for key, turns in zip(SIDES, pair, strict=True):
         if not any(turn.role == "assistant" for turn in turns[shared:]):
             raise InputError(f"{key!r} has no reply of its own beside the other's")
-    if not is_learned(beside, KEYS["learned"]):
+    if not is_learned(beside, CHAT_KEYS["learned"]):
         shared = max(map(len, pair))
     marked = []
     for chat in pair:
@@ -121,7 +121,7 @@ def read_pair(record: dict) -> list[Chat]:
 
 def read_prompt(record: dict) -> Chat:
     """Return the messages before both replies; none where the replies' lists hold them."""
-    key = usual_key(record, KEYS["prompts"])
+    key = usual_key(record, CHAT_KEYS["prompts"])
     if key is None or not record[key]:
         return []
     if isinstance(record[key], list):
@@ -146,13 +146,13 @@ class Pairs(Chats):
         computes them; 0 before.
     """
 
-    def __init__(self, pairs: list[list[Sample]], config: Config, **more):
+    def __init__(self, pairs: list[list[ChatSample]], config: Config, **more):
         # the rows are those of samples as long as the pairs
         joined = []
         for pair in pairs:
             tokens = np.concatenate([sample.tokens for sample in pair])
             labels = np.concatenate([sample.labels for sample in pair])
-            joined.append(Sample(tokens, labels))
+            joined.append(ChatSample(tokens, labels))
         packed = config.data.packed is not False
         super().__init__(joined, config.batch.seq_len, config.seed, packed, True, **more)
         self.about = self.about.replace(" chats", " pairs", 1)

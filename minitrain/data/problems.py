@@ -29,7 +29,7 @@ from minitrain.data.chat import (
     with_system,
     words_of,
 )
-from minitrain.data.chat_keys import KEYS
+from minitrain.data.chat_keys import CHAT_KEYS
 from minitrain.data.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.files import find_files, held_out_apart
 from minitrain.data.records import Number, Skips, read_records
@@ -81,7 +81,7 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     def read(row: dict, where: str) -> Problem:
         with located(where):
             messages, answer = read_problem(row, config.grpo.prompt_key, config.grpo.answer_key)
-        problem = encode(messages, answer, row, template, tokenizer, where)
+        problem = encode_problem(messages, answer, row, template, tokenizer, where)
         with located(where):
             check_length(problem, config)
         return problem
@@ -89,7 +89,8 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     if made_up:
         where = f"grpo.mock_digits={config.grpo.mock_digits}"
         problems = [
-            encode(*made, template, tokenizer, where) for made in reversals(config.grpo.mock_digits)
+            encode_problem(*made, template, tokenizer, where)
+            for made in reversals(config.grpo.mock_digits)
         ]
         with located(where):
             check_length(problems[0], config)
@@ -124,7 +125,7 @@ def split_by_prompt(
     return [problem for problem in problems if tuple(problem.prompt) not in hidden], held
 
 
-def encode(
+def encode_problem(
     messages: Chat,
     answer: str,
     row: dict,
@@ -196,7 +197,7 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
 
 def read_prompt(row: dict, key: str) -> Chat:
     """Return a prompt's messages: text, which is the user's, or a list. key: see `read_problem`."""
-    name = key or usual_name(row, KEYS["prompts"], "prompt")
+    name = key or usual_name(row, CHAT_KEYS["prompts"], "prompt")
     if isinstance(row.get(name), list):
         refuse_hidden(row, ["context"], "the messages")
         turns = read_turns(row, name)
@@ -212,7 +213,7 @@ def answer_of(row: dict, key: str) -> str:
     DAPO-Math-17k has it in `reward_model`.
     """
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
-    name = key or usual_name(row, KEYS["answers"], "answer")
+    name = key or usual_name(row, CHAT_KEYS["answers"], "answer")
     value = row.get(name)
     if isinstance(value, Number):
         return value.digits()

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from minitrain.data.chat import (
-    Sample,
+    ChatSample,
     encode_chat,
     make_sample,
     read_messages,
@@ -67,10 +67,10 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
 
 def read_samples(
     data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips
-) -> Iterator[Sample]:
+) -> Iterator[ChatSample]:
     """Yield the samples of all lines of all files, in order and however long."""
 
-    def read(record: dict, where: str) -> Sample:
+    def read(record: dict, where: str) -> ChatSample:
         messages = read_messages(record, where)
         shown = read_shown(record, where)
         return make_sample(*encode_chat(messages, template, tokenizer, where, shown))
@@ -78,7 +78,9 @@ def read_samples(
     return read_records(find_files(data), read, skips)
 
 
-def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
+def fit(
+    samples: Iterable[ChatSample], seq_len: int, over_long: str
+) -> tuple[list[ChatSample], str]:
     """Return the samples that fit a row, and a note on those that did not.
 
     over_long: `drop` those, or `truncate` them. A sample that has nothing to predict (any more) is
@@ -96,7 +98,7 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
             truncated += is_long
             # the row may end within a question
             end = predicted[-1] + 1
-            kept.append(Sample(sample.tokens[:end], sample.labels[:end]))
+            kept.append(ChatSample(sample.tokens[:end], sample.labels[:end]))
     return kept, f" ({truncated:,} truncated, {dropped:,} dropped)" if truncated + dropped else ""
 
 
@@ -109,7 +111,7 @@ class Chats:
 
     def __init__(
         self,
-        samples: list[Sample],
+        samples: list[ChatSample],
         seq_len: int,
         seed: int,
         packed: bool,

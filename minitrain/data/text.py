@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.chat import Sample
+from minitrain.data.chat import ChatSample
 from minitrain.data.corpus import Corpus, join_files, keep_tokens, tokenize
 from minitrain.data.files import SUFFIXES, find_files
 from minitrain.data.records import Skips, read_records, read_texts, text_of
@@ -184,14 +184,14 @@ def _document(field: str, record: dict, where: str) -> str:
         return text_of(record, field, hint)
 
 
-def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
+def cut_documents(corpus: Corpus, length: int) -> list[ChatSample]:
     """Return pieces of at most `length` inputs, which predict all of a document but its first token."""
     pieces = []
     for first, size in zip(corpus.firsts, corpus.lengths, strict=False):
         document, _ = corpus.read(first, size)
         for start in range(0, len(document) - 1, length):
             stop = min(start + length, len(document) - 1)
-            pieces.append(Sample(document[start:stop], document[start + 1 : stop + 1]))
+            pieces.append(ChatSample(document[start:stop], document[start + 1 : stop + 1]))
     return pieces
 
 

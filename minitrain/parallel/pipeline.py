@@ -4,8 +4,8 @@ The model is cut into pp x vp stages (pipeline_split.py), vp on each rank. A sta
 to the next one. In the backward pass it sends the gradient of its input to the one before. The
 schedule, from torch.distributed.pipelining, decides which micro-batch a rank works on next.
 
-Let F be the time of one micro-batch's forward pass through all layers of a rank, B that of the
-gradients of its inputs and W that of the gradients of its weights. A step of m micro-batches keeps
+Let F be the time of one micro-batch's forward pass through all layers of a rank. B is that of the
+gradients of its inputs, W that of the gradients of its weights. A step of m micro-batches keeps
 a rank busy for m (F + B + W), plus the bubble, in which it waits. On n ranks with v stages each:
 
     schedule               bubble                      micro-batches whose  source
