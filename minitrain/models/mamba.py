@@ -119,7 +119,7 @@ class Mamba2(nn.Module):
         head_dim = self.shape.head_dim
         state = self.shape.state
         split = [heads * head_dim, heads * head_dim + 2 * state, heads]
-        # [batch, seq, groups, channels of a group's z, x, B, C, dt]
+        # [batch, seq, groups, z + x + B + C + dt]
         projected = self.in_proj(self.gather(x)).unflatten(-1, (-1, sum(split)))
         # mixed: x, B, C, which the convolution mixes along seq
         z, mixed, dt = projected.split(split, dim=-1)

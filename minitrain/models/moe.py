@@ -239,7 +239,7 @@ class RowBiases(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # grouped_mm needs rows of 16 bytes
             padded = F.pad(scale.to(grad.dtype), (0, 7))
-            # [experts, out, 8]; not (padded.T @ grad): the compiler would copy padded.T
+            # [experts, out]; not (padded.T @ grad): the compiler would copy padded.T
             grad_bias = grouped_mm(grad.T, padded, offsets)[..., 0]
         if ctx.needs_input_grad[1]:
             grad_scale = (grad * bias[expert]).sum(-1, keepdim=True)

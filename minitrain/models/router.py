@@ -58,7 +58,7 @@ class Router(nn.Module):
             load balancing: it is one token many times, which would fill the same few experts.
         """
         if self.config.fake_balanced_gate:
-            return balanced_choice(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
+            return balanced_routing(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
         # [tokens, experts]
         logits = linear_fp32(x.flatten(0, -2), self.weight)
         if self.bias is not None:
@@ -199,7 +199,7 @@ _linear_fp32.register_autograd(
 # --- load balancing
 
 
-def balanced_choice(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
+def balanced_routing(tokens: int, top_k: int, num_experts: int, device) -> tuple[Tensor, Tensor]:
     """Select experts in turn with equal weights, as the fake gate of published benchmarks.
 
     Returns indices and weights, [tokens, top_k]: each token gets top_k neighboring experts. Which

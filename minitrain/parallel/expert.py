@@ -15,10 +15,10 @@ Cost per layer and forward pass of a token that is sent to r other ranks, in num
     r x (2 width + E / ep)    width: of the experts' input and output
 
 The backward pass costs the same, and full recomputation runs the forward pass's again. With random
-routing a rank holds no expert of a token with probability q = C(E - E / ep, top_k) / C(E, top_k),
-C being binomial coefficients, so r = (ep - 1) (1 - q). With the fake gate of benchmarks, which
-selects consecutive experts, r is about 1. To send one row per expert, not per rank, would cost
-r = top_k (ep - 1) / ep.
+routing r = (ep - 1) (1 - q). There q = C(E - E / ep, top_k) / C(E, top_k), by binomial coefficients
+C, is the probability that a rank holds no expert of a token. With the fake gate of benchmarks,
+which selects consecutive experts, r is about 1. To send one row per expert, not per rank, would
+cost r = top_k (ep - 1) / ep.
 
 A receiver must know how many rows will come. So another all-to-all, of two numbers per pair of
 ranks, runs first, and the host waits for it, once per layer. With the fake gate all sizes are known
@@ -176,7 +176,7 @@ def known_sizes(*case: int) -> Sizes:
 
 @cache
 def balanced_sizes(top_k: int, num_experts: int, ranks: int, rank: int, tokens: int) -> Sizes:
-    """Return the sizes for the fake gate, which routes alike on all ranks (`balanced_choice`)."""
+    """Return the sizes for the fake gate, which routes alike on all ranks (`balanced_routing`)."""
     selected = np.zeros((tokens, num_experts), dtype=bool)
     indices = np.arange(tokens * top_k).reshape(tokens, top_k) % num_experts
     np.put_along_axis(selected, indices, True, axis=1)

@@ -132,7 +132,7 @@ def count_step(shards: weakref.ref, *step) -> None:
 def before_gather(
     name: str, mesh: DeviceMesh, size: torch.Size, stride: tuple, module: Module, policy
 ) -> tuple[tuple, tuple]:
-    """Return the shard's bytes, which FSDP gathers, and notes for `after_gather`.
+    """Return the shard's bytes, which FSDP gathers, and metadata for `after_gather`.
 
     mesh: 1-D, the ranks that shard the weight. size: the shape of the full weight.
     """
@@ -145,15 +145,15 @@ def before_gather(
 
 
 def after_gather(
-    gathered: tuple[Tensor], notes: tuple, dtype: torch.dtype, *, out: Tensor | None = None
+    gathered: tuple[Tensor], metadata: tuple, dtype: torch.dtype, *, out: Tensor | None = None
 ):
     """Give the module its gathered FP8 weight, and FSDP a placeholder for the parameter.
 
-    gathered: one tensor, uint8 [rows of all ranks' shards, ...]. notes: from `before_gather`.
+    gathered: one tensor, uint8 [rows of all ranks' shards, ...]. metadata: from `before_gather`.
     The placeholder is NaN, which nothing reads; it only receives the gradient.
     out: given when FSDP gathers again; then the first placeholder stays.
     """
-    module, name, size, inverse = notes
+    module, name, size, inverse = metadata
     # set by tensor parallelism if ranks share key/value heads
     local_rows = getattr(module, "local_rows", slice(size[0]))
     weight8 = gathered[0].view(E4M3).view(-1, *size[1:])[local_rows].squeeze(0)

@@ -55,7 +55,7 @@ EXPENSIVE = {
 OWN_PRODUCTS = ("add_product", "onednn_linear", "grouped_mm", "linear_fp32", "scaled_mm")
 # The router's top-k, and the sort of tokens by expert. A second run may round its inputs
 # differently, and select other experts than those whose outputs are saved.
-CHOICES = {_ops.topk.default, _ops.sort.stable}
+ROUTING = {_ops.topk.default, _ops.sort.stable}
 
 
 def saved_operators(setting: str | int) -> set | None:
@@ -65,7 +65,7 @@ def saved_operators(setting: str | int) -> set | None:
     if setting == "selective":
         own = torch.ops.minitrain
         products = {getattr(own, name).default for name in OWN_PRODUCTS if hasattr(own, name)}
-        return ATTENTION | EXPENSIVE | CHOICES | products
+        return ATTENTION | EXPENSIVE | ROUTING | products
     return None
 
 

@@ -21,7 +21,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.moe import Experts
 from minitrain.models.moe import dispatch as dispatch_alone
-from minitrain.models.router import Router, balanced_choice
+from minitrain.models.router import Router, balanced_routing
 from minitrain.models.zoo import model_config
 from minitrain.parallel.expert import dispatch_to_ranks, make_size_exchange
 from minitrain.parallel.fsdp import widest_dimension
@@ -184,7 +184,7 @@ def elements_sent(load, fake):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     indices, weights = routing(load, dist.get_rank())
     if fake:
-        indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
+        indices, weights = balanced_routing(TOKENS, TOP_K, EXPERTS, "cpu")
     get_sizes = make_size_exchange(make_router(fake=fake), mesh)
     experts = local_experts(dist.get_rank(), dist.get_world_size())
     x = tokens_of(dist.get_rank()).requires_grad_()
@@ -212,7 +212,7 @@ def test_a_token_is_sent_once_to_a_rank(pool, fake):
 
 def sizes_known_and_exchanged(experts, top_k, tokens):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    indices, _ = balanced_choice(tokens, top_k, experts, "cpu")
+    indices, _ = balanced_routing(tokens, top_k, experts, "cpu")
     chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, indices, True).unflatten(1, (mesh.size(), -1))
     return [make_size_exchange(make_router(experts, top_k, fake), mesh)(chosen) for fake in (True, False)]
 
@@ -258,7 +258,7 @@ def test_nothing_waits_with_the_fake_gate():
         experts = local_experts(1, 4).to(torch.bfloat16)
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-            indices, weights = balanced_choice(TOKENS, TOP_K, EXPERTS, "cpu")
+            indices, weights = balanced_routing(TOKENS, TOP_K, EXPERTS, "cpu")
             output = dispatch_to_ranks(mesh, get_sizes, x, indices, weights.bfloat16(), experts)
             output.sum().backward()
         assert output.shape == x.grad.shape == (TOKENS, WIDTH)
