@@ -56,7 +56,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str):
-    """Imported at first use: a command line that needs no torch should not wait seconds for it."""
+    """Import a public name at first use.
+
+    A command line that needs no torch should not wait seconds for it.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -91,8 +91,9 @@ def readable(file: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def naming(file: str | Path) -> Iterator[None]:
-    """An OSError gets the name of the file that is written, which the system leaves out where a
-    disk is full.
+    """Add the name of the file that is written to an OSError.
+
+    The system leaves it out where a disk is full.
     """
     try:
         yield

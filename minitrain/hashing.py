@@ -13,27 +13,31 @@ ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))
 
 
 def seed_of(text: str) -> int:
-    """A seed of 63 bits for a torch.Generator."""
+    """Return a seed of 63 bits for a torch.Generator."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 def mix(x: Tensor) -> Tensor:
-    """int32, in place; its shifts bring in copies of the sign, which are masked off."""
+    """Hash int32 numbers [...] in place, and return them.
+
+    Shifts of int32 bring in copies of the sign, which are masked off.
+    """
     for shift, factor in ROUNDS:
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def mix_int(x: int) -> int:
-    """The same of one number, 0 <= x < 2^32."""
+    """Return the hash of one number, 0 <= x < 2^32, as `mix` has it."""
     for shift, factor in ROUNDS:
         x = (x ^ x >> shift) * (factor & 0xFFFFFFFF) & 0xFFFFFFFF
     return x ^ x >> 16
 
 
 def nth(n: int, length: int, seed: int) -> tuple[int, int]:
-    """The epoch of row n, and which of `length` rows it is: each epoch visits all of them, in
-    another order.
+    """Return the epoch of row n, and which of `length` rows it is.
+
+    Each epoch visits all rows, in another order.
     """
     epoch, index = divmod(int(n), length)
     return epoch, shuffled(index, length, seed, epoch)

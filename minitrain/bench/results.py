@@ -71,7 +71,7 @@ class Row:
 
     @property
     def published(self) -> float:
-        """The figure as printed; or, where that is known to be wrong, as it should have been."""
+        """Return the figure as printed; where that is known to be wrong, as it should have been."""
         return self.reference.get(f"corrected_{self.figure}", self.reference[self.figure])
 
     @property

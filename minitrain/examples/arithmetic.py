@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
 
 
 def dialogues(count: int, seed: int) -> list[list[dict[str, str]]]:
-    """`count` different dialogues, each as the messages of a chat."""
+    """Return `count` different dialogues, each as the messages of a chat."""
     generator = random.Random(seed)
     found = {}
     while len(found) < count:
@@ -43,8 +43,9 @@ def dialogues(count: int, seed: int) -> list[list[dict[str, str]]]:
 
 
 def dialogue(generator: random.Random) -> list[dict[str, str]]:
-    """A question about two numbers, and one that goes on from its result; no result is above
-    LARGEST or below 0.
+    """Return a question about two numbers, and one that goes on from its result.
+
+    No result is above LARGEST or below 0.
     """
     messages = []
     value = generator.randint(0, LARGEST)
@@ -85,7 +86,7 @@ def working(a: int, b: int, sign: str) -> str:
 
 
 def digits(a: int, b: int) -> list[tuple[int, int]]:
-    """The digits of both numbers from the lowest on, as long as one has any."""
+    """Return the digits of both numbers from the lowest on, as long as one has any."""
     return list(
         zip_longest(*([int(digit) for digit in reversed(str(n))] for n in (a, b)), fillvalue=0)
     )

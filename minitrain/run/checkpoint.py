@@ -340,9 +340,7 @@ def resume_point(
 
 @contextmanager
 def saved_despite_errors(wait: Callable[[], None]) -> Iterator[None]:
-    """Before an error ends the run, `wait` for the checkpoint that is still being written; raise
-    the error then.
-    """
+    """Wait for the checkpoint that is still being written before an error ends the run."""
     try:
         yield
     except (InputError, OSError):

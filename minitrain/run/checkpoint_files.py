@@ -52,7 +52,7 @@ class Damaged(InputError):
 
 
 def measure(file: Path) -> Sum:
-    """[size, CRC-32] of a file. Raises OSError if it cannot be read."""
+    """Return [size, CRC-32] of a file. Raises OSError if it cannot be read."""
     size = crc = 0
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(BLOCK):
@@ -73,7 +73,10 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def size_of(file: Path) -> int:
-    """In bytes; raises Damaged for what may never come to an end, such as a pipe or a device."""
+    """Return a file's size in bytes.
+
+    Raises Damaged for a file that may never come to an end, such as a pipe or a device.
+    """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise Damaged(f"{file.name} is not a regular file")
@@ -111,7 +114,10 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
 
 
 def write_description(folder: Path, description: dict) -> None:
-    """description: anything that JSON can hold, with `files`, the Sum of each file by its name."""
+    """Write a checkpoint's description.
+
+    It can be anything that JSON can hold, with `files`: the Sum of each file by its name.
+    """
     write_synced(folder / DESCRIPTION, json.dumps(description | {"crc32": own_sum(description)}))
 
 
@@ -247,7 +253,7 @@ class IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(file: Path) -> Metadata:
-    """DCP's index of a checkpoint; raises InputError for anything else."""
+    """Return DCP's index of a checkpoint. Raises InputError for anything else."""
     try:
         with file.open("rb") as stream:
             index = IndexUnpickler(stream).load()
@@ -259,7 +265,7 @@ def read_index(file: Path) -> Metadata:
 
 
 def first_failure(error: dcp.CheckpointException) -> str:
-    """One line on what went wrong on the first rank that failed."""
+    """Return one line on what went wrong on the first rank that failed."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"{cause!r} on rank {rank}".replace("\n", " ")
 
@@ -268,8 +274,9 @@ def first_failure(error: dcp.CheckpointException) -> str:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of all complete checkpoints, ascending; a name that no checkpoint gets, such as
-    step-5, is none.
+    """Return the steps of all complete checkpoints, ascending.
+
+    A folder whose name no checkpoint gets, such as step-5, is none.
     """
     numbers = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
     return sorted(
@@ -303,7 +310,7 @@ def await_file(file: Path, node: str) -> None:
 
 
 def make_empty(folder: Path) -> None:
-    """An empty folder, whatever was there."""
+    """Make an empty folder in place of whatever is there."""
     delete(folder)
     folder.mkdir(parents=True)
 
@@ -316,11 +323,10 @@ def remove(folder: Path) -> None:
 
 @contextmanager
 def tolerated(path: Path) -> Iterator[None]:
-    """A warning where something of no more use cannot be deleted: that must not end a run whose
-    state is on disk.
+    """Warn where something of no more use cannot be deleted.
 
-    On NFS a file that is deleted while a process reads it, as an upload or evaluation may, stays
-    and keeps its folder.
+    That must not end a run whose state is on disk. On NFS a file that is deleted while a process
+    reads it, as an upload or evaluation may, stays and keeps its folder.
     """
     try:
         yield
@@ -329,8 +335,9 @@ def tolerated(path: Path) -> Iterator[None]:
 
 
 def delete(path: Path) -> None:
-    """Whatever is there: a folder with all in it, a file, nothing; of a link not what it leads to,
-    which stays.
+    """Delete whatever is there: a folder with all in it, a file, nothing.
+
+    Of a link, what it leads to stays.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(name, help=text, **given, **way)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Words and options in any order: argparse's own takes only the first run of words."""
+        """Parse words and options in any order; argparse's own takes only the first run of words."""
         return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str):
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
-    """An argparse type: a number above 0 (or at least 0), and at most `most`."""
+    """Return an argparse type: a number above 0 (or at least 0), and at most `most`."""
 
     def parse(text: str):
         value = kind(text)
@@ -61,15 +61,17 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
 
 
 def home_path(text: str) -> str:
-    """An argparse type: ~ is the home folder, which shells leave alone in words such as
-    --out=~/new.
+    """Parse a path, as an argparse type: ~ is the home folder.
+
+    Shells leave it alone in words such as --out=~/new.
     """
     return os.path.expanduser(text)
 
 
 def config_path(text: str) -> str:
-    """An argparse type: a file, or else one of the package's own configs, as configs/a/b.yaml or
-    a/b.
+    """Parse a config's path, as an argparse type.
+
+    It is a file, or else one of the package's own configs, as configs/a/b.yaml or a/b.
     """
     own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     path = home_path(text)
@@ -89,8 +91,9 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def use_huge_pages() -> None:
-    """For decoding on the CPU, which reads all weights at every step: 1.1 times as fast. Before the
-    first tensor.
+    """Ask for huge pages, before the first tensor.
+
+    Decoding on the CPU, which reads all weights at every step, is 1.1 times as fast with them.
     """
     os.environ.setdefault(
         "THP_MEM_ALLOC_ENABLE", "1"
@@ -198,8 +201,9 @@ def say_once(line: str) -> None:
 
 
 def group_is_up() -> bool:
-    """Has this process joined others? Without importing torch, which takes seconds, for what did
-    not need it.
+    """Return whether this process has joined others.
+
+    It does not import torch, which takes seconds, for a command that has not needed it.
     """
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()

@@ -8,8 +8,7 @@ from minitrain.rollout.sampling import SamplingParams
 
 
 def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) -> float:
-    """The share of (prompt, reply) pairs whose whole reply is what the model finds likeliest, token
-    by token.
+    """Return the share of (prompt, reply) pairs whose reply is the likeliest, token by token.
 
     Pairs that are longer than the model has positions, as a chat that fills a row can be, are left
     out; NaN if all are.

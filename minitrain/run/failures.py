@@ -45,8 +45,9 @@ def recorded(folder: Path) -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process's, also before it joins others; a RANK that is left over without WORLD_SIZE
-    means nothing.
+    """Return this process's rank, also before it joins others.
+
+    A RANK that is left over without WORLD_SIZE means nothing.
     """
     if dist.is_initialized():
         return dist.get_rank()
@@ -89,8 +90,9 @@ def explain(error: Exception) -> str | None:
 
 
 def where_in_collective(error: Exception) -> str:
-    """The operation and its caller in this package, as `all_reduce in total_norm
-    (training/optim.py:104)`.
+    """Return the operation and its caller in this package.
+
+    For example `all_reduce in total_norm (training/optim.py:104)`.
     """
     caller = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -102,10 +104,10 @@ def where_in_collective(error: Exception) -> str:
 
 
 def pending_operation() -> str:
-    """The oldest operation that this rank has begun and not ended, or if the failure has ended it,
-    the last one.
+    """Return the oldest operation that this rank has begun and not ended.
 
-    torch's flight recorder keeps them, on gloo as on NCCL.
+    If the failure has ended it, return the last one. torch's flight recorder keeps them, on gloo as
+    on NCCL.
     """
     from torch._C._distributed_c10d import _dump_fr_trace_json  # no public name
 

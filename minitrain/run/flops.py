@@ -61,8 +61,9 @@ class Work:
     routers: int = 0
 
     def keys(self, seq_len: float) -> float:
-        """d L times the keys that a token sees, on average over a causal sequence: half of it, or
-        about the window.
+        """Return d L times the keys that a token sees, on average over a causal sequence.
+
+        They are half of the sequence, or about the window.
         """
         unseen = max(seq_len - self.window, 0) ** 2 / max(
             seq_len, 1
@@ -86,10 +87,10 @@ def clean(work: Work, seq_len: float) -> float:
 
 
 def automodel(work: Work, seq_len: float) -> float:
-    """NeMo AutoModel: 6 N + 6 d L s + 6 S; LoRA: (2 + adapters / parameters) / 3 of it, attention's
-    backward included.
+    """Count as NeMo AutoModel: 6 N + 6 d L s + 6 S.
 
-    Source: NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py and
+    With LoRA, (2 + adapters / parameters) / 3 of it, attention's backward included. Source:
+    NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py and
     recipes/llm/benchmark.py.
     """
     routers = work.routers if work.state else 0  # counted for hybrid models only
@@ -98,7 +99,7 @@ def automodel(work: Work, seq_len: float) -> float:
 
 
 def nemo_pretrain(work: Work, seq_len: float) -> float:
-    """NeMo 25.04 pretraining: 6 N + 12 d L s, the full square although attention is causal.
+    """Count as NeMo 25.04 in pretraining: 6 N + 12 d L s, the full square despite causal attention.
 
     Source: NVIDIA/NeMo v2.3.0, nemo/utils/flops_formulas.py; it was halved there in August 2025,
     after the table.
@@ -107,9 +108,9 @@ def nemo_pretrain(work: Work, seq_len: float) -> float:
 
 
 def nemo_squad(work: Work, seq_len: float) -> float:
-    """NeMo 25.04 fine-tuning on packed SQuAD: 6 N (LoRA: 4 N) for slots that hold tokens, 12 d L x
-    208 for attention.
+    """Count as NeMo 25.04 in fine-tuning on packed SQuAD.
 
+    That is 6 N (LoRA: 4 N) for slots that hold tokens, and 12 d L x 208 for attention.
     seq_len: slots of a pack, all of which the table's tokens/s counts. No source states this
     formula. Its shape is that of NVIDIA-NeMo/Megatron-Bridge, flop_utils.py; 17 empty slots a pack
     and documents of an effective 208 tokens are fitted to the table. Raises InputError for packs
@@ -163,8 +164,11 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
 
 
 def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARGETS) -> int:
-    """Weights of the LoRA adapters (Hu et al. 2021) that a token meets: rank * (inputs + outputs)
-    of each matrix that `targets` name, in stacks of experts of those that it goes to."""
+    """Count the weights of LoRA adapters (Hu et al. 2021) that a token meets.
+
+    They are rank * (inputs + outputs) of each matrix that `targets` name; in stacks of experts, of
+    those that the token goes to.
+    """
     total = 0
     for module, name in find_targets(empty_model(config), targets).values():
         *experts, outputs, inputs = getattr(module, name).shape
@@ -173,8 +177,9 @@ def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARG
 
 
 def effective_length(documents: Iterable[int]) -> float:
-    """The sequence length at which attention costs a token as much as in these packed documents:
-    sum n^2 / sum n.
+    """Return the sequence length at which attention costs a token as much as in these documents.
+
+    They are packed; it is sum n^2 / sum n.
     """
     lengths = list(documents)
     return sum(n * n for n in lengths) / sum(lengths)
@@ -183,7 +188,7 @@ def effective_length(documents: Iterable[int]) -> float:
 def flops_per_token(
     config: DecoderConfig, seq_len: float, convention: Convention, adapters: int = 0
 ) -> float:
-    """FLOPs of one training step, forward and backward, per token; x tokens/s = FLOP/s.
+    """Return the FLOPs of a training step, forward and backward, per token; x tokens/s = FLOP/s.
 
     seq_len: tokens per sequence, or slots per pack under `nemo_squad`. adapters: LoRA weights, from
     `lora_weights`.
@@ -192,9 +197,9 @@ def flops_per_token(
 
 
 def count_flops(config: Config, convention, visible: float = 1.0) -> float:
-    """FLOPs of a training step per token. For diffusion there is one convention, which counts what
-    is computed.
+    """Return the FLOPs of a training step per token.
 
+    For diffusion there is one convention, which counts what is computed.
     visible: as `visible_share` says; the tables' conventions know nothing of it.
     """
     shape = config.model.config

@@ -17,8 +17,9 @@ from minitrain.settings import Lora
 
 
 def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str, int]:
-    """FLOPs of one video of `tokens` patches and its text. The timestep's embedding is left out, as
-    there.
+    """Count the FLOPs of one video of `tokens` patches and its text.
+
+    The timestep's embedding is left out, as there.
     """
     d = config.dim
     layers = config.num_layers

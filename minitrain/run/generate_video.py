@@ -105,8 +105,9 @@ def generate(
     guidance: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
-    """fp32 latents [videos, channels, *size]; the same noise on every device. All ranks of a
-    sharded model call it.
+    """Return fp32 latents [videos, channels, *size], from the same noise on every device.
+
+    All ranks of a sharded model call it.
     """
     device = model.proj_out.weight.device
     random = torch.Generator().manual_seed(seed % (1 << 64))  # which takes no larger ones

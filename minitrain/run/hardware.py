@@ -51,7 +51,7 @@ LINUX_STATUS = Path("/proc/self/status")
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Peak dense FLOP/s of the GPU whose device or system name is `name`; None if it is not known.
+    """Return the peak dense FLOP/s of the GPU whose device or system name is `name`, if known.
 
     Tensor cores for bf16 and fp8 (twice bf16), without sparsity; fp32 without TF32.
     """
@@ -73,7 +73,7 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def is_of_system(machine: str, system: str) -> bool:
-    """Is `machine`, a system's or a device's name, of a published system, such as DGX-H100?"""
+    """Return whether `machine`, a system's or a device's name, belongs to a published system."""
     words = set(machine.lower().split())
     name = system.lower()
     return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(OTHER_FORMS)
@@ -105,11 +105,10 @@ def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype, shorter: f
 
 
 def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward: 32 heads of 128 channels, 8192 tokens (on
-    CPUs 8 and 512).
+    """Measure the FLOP/s of causal attention, forward and backward.
 
-    Half of the square counts; the backward pass is 2.5 times the forward (five matrix products
-    instead of two).
+    It has 32 heads of 128 channels and 8192 tokens, on CPUs 8 heads and 512 tokens. Half of the
+    square counts; the backward pass is 2.5 times the forward (five matrix products instead of two).
     """
     heads, length, width = (32, ATTENTION_LENGTH, 128) if device.type == "cuda" else (8, 512, 128)
     shape = 1, heads, length, width
@@ -122,7 +121,7 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, 
 
 
 def measure_memory(device: torch.device) -> float:
-    """Bytes/s of an addition of two large tensors into a third."""
+    """Measure the bytes/s of an addition of two large tensors into a third."""
     size = 2**29 if device.type == "cuda" else 2**25  # elements: beyond what caches hold
     a, b, out = (torch.ones(size, device=device) for _ in range(3))
     return 3 * a.nbytes / _seconds_per_call(partial(torch.add, a, b, out=out), device)
@@ -136,7 +135,7 @@ def _seconds_per_call(function: Callable, device: torch.device, shorter: float =
 
 
 def timed(function: Callable, device: torch.device, count: int = 1) -> float:
-    """Seconds for `count` calls of `function`, the device idle before and after."""
+    """Return the seconds for `count` calls of `function`, the device idle before and after."""
     synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     synchronize()
     start = time.perf_counter()
@@ -147,8 +146,9 @@ def timed(function: Callable, device: torch.device, count: int = 1) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes held at once so far: by torch's allocator on CUDA, by the whole process (resident
-    set) on CPU.
+    """Return the most bytes held at once so far.
+
+    They are those of torch's allocator on CUDA, of the whole process (resident set) on CPU.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -168,8 +168,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, str | int]:
-    """Its name, a GPU's multiprocessors or the CPU cores that this process may use, and torch's
-    version.
+    """Return the device's name, its size, and torch's version.
+
+    The size is a GPU's multiprocessors, or the CPU cores that this process may use.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

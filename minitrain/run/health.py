@@ -50,7 +50,7 @@ class Health:
         self.in_a_row = skipped
 
     def watch(self, steps: Iterator[dict]) -> Iterator[dict]:
-        """The steps' numbers; those of a step that went wrong also have its `batch`.
+        """Yield the steps' numbers; those of a step that went wrong also have its `batch`.
 
         Raises InputError when too many steps in a row changed nothing.
         """
@@ -94,9 +94,7 @@ class Health:
         )
 
     def limit(self) -> float:
-        """The loss above which it is a spike; infinite while there are too few losses to judge
-        by.
-        """
+        """Return the loss above which it is a spike; infinite with too few losses to judge by."""
         if not self.factor or len(self.losses) < LEAST:
             return math.inf
         middle = median(self.losses)

@@ -22,9 +22,9 @@ PATIENCE = 100.0  # seconds; NFS 4 forgets the locks of a machine after 90
 
 @contextmanager
 def locked(folder: Path, leads: bool) -> Iterator[None]:
-    """Be the only run in `folder`. leads: is this the run's first rank? The others leave it to that
-    one.
+    """Be the only run in `folder`.
 
+    leads: whether this is the run's first rank; the others leave the lock to it.
     Raises InputError if another run has been there for too long; OSError if the folder cannot be
     written to.
     """

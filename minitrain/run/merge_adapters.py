@@ -51,9 +51,7 @@ def merge(options: Namespace) -> None:
 
 
 def chat_end(tokenizer: Tokenizer | None, template: Path) -> int | None:
-    """The token that ends a reply in the chat template of a tokenizer, if there is one that
-    serves.
-    """
+    """Return the token that ends a reply in a tokenizer's chat template, if there is one."""
     if tokenizer is None or not (tokenizer.chat_template or template.exists()):
         return None
     try:

@@ -26,8 +26,9 @@ ALLOCATIONS = 100_000  # that are remembered, the last ones
 def recorded_steps(
     steps: Iterator[dict[str, Any]], settings: Profile, folder: Path, done: int
 ) -> Iterator[dict[str, Any]]:
-    """The numbers of `steps`, of which `done` had been before; meanwhile what `settings` asks for
-    is recorded.
+    """Yield the numbers of `steps`, and record what `settings` asks for meanwhile.
+
+    done: how many steps there were before.
     """
     first, last = settings.steps or (0, 0)
     folder = folder / "profile"

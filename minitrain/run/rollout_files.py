@@ -14,8 +14,7 @@ from minitrain.run.durable import write_durably
 
 
 def write_rollouts(file: Path, groups: list[Group], ranks: ProcessGroup) -> None:
-    """One line per response, with every digit: what `read_rollouts` needs, and what a human wants
-    to read.
+    """Write one line per response, with every digit: for `read_rollouts`, and for humans.
 
     All `ranks` have these groups and call this together: the first of them writes what each has put
     into lines, as the millions of numbers of a step are seconds of work.

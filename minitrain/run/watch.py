@@ -173,7 +173,7 @@ class Watch:
             self.complete.set()
 
     def run(self) -> None:
-        """The life of the thread."""
+        """Listen to the other ranks until they have left: the thread's own loop."""
         while self.server or self.others:
             for ready in wait([*self.others, *([self.server] if self.server else [])], timeout=2):
                 self.admit() if ready is self.server else self.hear(ready)
@@ -219,8 +219,9 @@ class Watch:
         os._exit(code)
 
     def lost(self, connection: socket.socket) -> bytes:
-        """The other side's last word, after which its connection is of no more use; none, if it has
-        died.
+        """Return the other side's last word; nothing if it has died.
+
+        After that its connection is of no more use.
         """
         self.others.pop(connection)
         try:
@@ -239,7 +240,7 @@ class Watch:
             time.sleep(0.01)
 
     def leave_at_exit(self) -> None:
-        """For programs that end without `cli.run`, after an error or not."""
+        """Say goodbye for programs that end without `cli.run`, after an error or not."""
         # an error that the interpreter has shown
         self.leave(int(hasattr(sys, "last_value")))
 
@@ -261,13 +262,13 @@ def begin() -> None:
 
 
 def leave(code: int) -> None:
-    """This process is about to end with `code`; if that is not 0, so must all others."""
+    """Tell the others that this process ends with `code`; if that is not 0, they end, too."""
     if _watch is not None:
         _watch.leave(code)
 
 
 def await_verdict(error: Exception) -> None:
-    """After an error that the death of another rank explains: does not return if one has died."""
+    """Wait, after an error that another rank's death explains; do not return if one has died."""
     if _watch is not None and (isinstance(error, dist.DistError) or "gloo" in str(error)):
         time.sleep(VERDICT)
 
