@@ -12,7 +12,7 @@ from minitrain.models import attention as models_attention
 from minitrain.models import flex as flex_module
 from minitrain.models.attention import Mask, attention, attention_with_sinks, dense_mask, make_mask
 from minitrain.models.decoder import Decoder
-from minitrain.models.flex import block_mask
+from minitrain.models.flex import block_mask, count_pairs
 from minitrain.models.layers import apply_rotary, rotary_frequencies, rotary_tables
 from minitrain.models.zoo import model_config
 from minitrain.training.build import initialize
@@ -110,6 +110,21 @@ def test_tiles_are_those_of_torch(monkeypatch, causal, packed, q_positions, leng
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
                  "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):  # fmt: skip
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
+def test_pairs_are_counted_by_one_graph(monkeypatch):
+    """Of long rows on CUDA; tiles at the end are not whole."""
+    torch.compiler.reset()
+    given = []
+    monkeypatch.setattr(models_attention, "dense_mask", lambda *each: given.extend(each))
+    make_mask(300, CPU, document_ids=packed_rows(300), q_positions=torch.arange(30, 230), window=200)
+    mask_mod, batch, queries, keys, _ = given
+    compiled = torch.compile(count_pairs, backend="aot_eager", fullgraph=True, dynamic=False)
+    counts = compiled(mask_mod, batch, torch.arange(queries), keys)
+    allowed = torch.nn.functional.pad(dense_mask(*given), (0, 384 - 300, 0, 256 - 200))
+    tiles = [[tile.sum((2, 3)) for tile in rows.split(128, dim=3)] for rows in allowed.split(128, dim=2)]
+    assert torch.equal(counts, torch.stack([torch.stack(row, -1) for row in tiles], -2))
+    torch.compiler.reset()
 
 
 def test_masks_of_long_rows_do_not_hold_all_pairs(monkeypatch):

@@ -40,7 +40,10 @@ def block_mask(
     """
     at_a_time = BLOCK_SIZE * max(1, MAX_PAIRS // (batch * keys * BLOCK_SIZE))
     parts = torch.arange(queries, device=device).split(at_a_time)
-    counts = [count_in_tiles(evaluate_mask(mask_mod, batch, part, keys)) for part in parts]
+    # eager, 12 kernels read and write 10 bytes per pair: 60 ms for 131,072 tokens (one H100)
+    is_long = len(parts) > 1 and device.type == "cuda"
+    count = compiled_count() if is_long else count_pairs
+    counts = [count(mask_mod, batch, part, keys) for part in parts]
     # [batch, 1, query tiles, key tiles]
     allowed = torch.cat(counts, dim=2)
     full = allowed == BLOCK_SIZE * BLOCK_SIZE
@@ -54,11 +57,19 @@ def block_mask(
     )
 
 
-def count_in_tiles(allowed: Tensor) -> Tensor:
-    """Count allowed pairs: bool [..., queries, keys] -> int64 [..., query tiles, key tiles]."""
-    queries, keys = allowed.shape[-2:]
+@cache
+def compiled_count() -> Callable:
+    return torch.compile(count_pairs, dynamic=False)
+
+
+def count_pairs(mask_mod: Callable, batch: int, query: Tensor, keys: int) -> Tensor:
+    """Count the allowed pairs of each tile, int64 [batch, 1, query tiles, key tiles].
+
+    Arguments are those of `evaluate_mask`.
+    """
+    allowed = evaluate_mask(mask_mod, batch, query, keys)
     # up to whole tiles, with pairs that are not allowed
-    padded = F.pad(allowed, (0, -keys % BLOCK_SIZE, 0, -queries % BLOCK_SIZE))
+    padded = F.pad(allowed, (0, -keys % BLOCK_SIZE, 0, -len(query) % BLOCK_SIZE))
     return padded.unflatten(-1, (-1, BLOCK_SIZE)).unflatten(-3, (-1, BLOCK_SIZE)).sum((-3, -1))
 
 

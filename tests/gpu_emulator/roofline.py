@@ -25,9 +25,7 @@ def generated_bytes(folder: Path) -> dict[str, float]:
                 if shape := re.search(tensor, source):
                     dims = zip(shape[1].split(","), shape[2].split(","), strict=True)
                     count = math.prod(int(size) for size, stride in dims if size.strip() and stride.strip() != "0")
-                    moved += (
-                        count * getattr(torch, shape[3]).itemsize * (2 if argument.strip().startswith("in_out") else 1)
-                    )
+                    moved += count * getattr(torch, shape[3]).itemsize * (1 + argument.strip().startswith("in_out"))
             name = re.match(r"'(\w+)'", source)[1]
             sizes[name] = max(sizes[name], moved)
     return sizes
