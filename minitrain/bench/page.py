@@ -115,8 +115,9 @@ $sections
 
 
 def write_report(files: list[str], folder: str) -> None:
-    """Write report.md and report.html into `folder`. Raises InputError for what cannot be read or
-    written.
+    """Write report.md and report.html into `folder`.
+
+    Raises InputError for what cannot be read or written.
     """
     lines = [result for file in files for result in results.read_results(file)]
     report = results.merge(lines, date.today().isoformat())

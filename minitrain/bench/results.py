@@ -53,8 +53,9 @@ MODES = {  # kinds of results, in the order of the columns, and what each is
 
 @dataclass
 class Row:
-    """A published row. tree: its config as written. results: by kind. figure: what is compared, as
-    a key of FIGURES.
+    """A published row.
+
+    tree: its config as written. results: by kind. figure: what is compared, as a key of FIGURES.
     """
 
     name: str

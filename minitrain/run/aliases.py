@@ -94,8 +94,9 @@ OF_MODEL = by_alias(MODEL_TABLE)
 
 
 def advice(key: str, known: Iterable[str], where: str) -> str:
-    """Return in brackets what to write for an unknown key below `where`, or where all settings
-    are.
+    """Return in brackets what to write for an unknown key below `where`.
+
+    If nothing is like it, say where all settings are.
     """
     word = key.lower().replace("-", "_")
     aliases = OF_MODEL if where == "model" else ALIASES
@@ -105,9 +106,7 @@ def advice(key: str, known: Iterable[str], where: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return in brackets the likeliest of `known`, whatever its case; nothing where none is like
-    `word`.
-    """
+    """Return in brackets the likeliest of `known`, whatever its case; nothing if none is alike."""
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, n=1)
     return f"(nearest: {names[near[0]]})" if near else ""

@@ -114,8 +114,9 @@ class Checkpointer:
         optimizer: Optimizer,
         extra: dict,
     ) -> None:
-        """Write a checkpoint of `step`, replacing one of the same step. extra: anything that JSON
-        can hold.
+        """Write a checkpoint of `step`, replacing one of the same step.
+
+        extra: anything that JSON can hold.
 
         Raises OSError if this write, or the pending one, fails; the checkpoints before it stay.
         """
@@ -140,8 +141,7 @@ class Checkpointer:
             pending.result()
 
     def load(self, model: Module, optimizer: Optimizer) -> dict | None:
-        """Fill model and optimizer from the newest whole checkpoint; return its `extra`, or None if
-        there is none.
+        """Fill model and optimizer from the newest whole checkpoint; return its `extra`, or None.
 
         Damaged ones that are newer get a line on stderr each and the name `step-00000100.damaged`.
         Raises InputError if that checkpoint is of another model or optimizer, with nothing changed,
@@ -170,11 +170,10 @@ class Checkpointer:
         return description["extra"]
 
     def _newest_whole(self) -> int | None:
-        """Return the newest step whose files are what was written, each rank looking at its share
-        of them; None if there are no steps.
+        """Return the newest step whose files are what was written; None if there are no steps.
 
-        Damaged ones keep their names if none is whole: a restart must not take that for a run that
-        has not begun.
+        Each rank looks at its share of the files. Damaged checkpoints keep their names if none is
+        whole: a restart must not take that for a run that has not begun.
         """
         damaged = {}
         share = (self.group.rank(), self.group.size())
@@ -210,8 +209,9 @@ class Checkpointer:
             raise
 
     def _write_parts(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, list[int]]:
-        """Write all ranks' tensors; return size and checksum of each file, taken by the rank that
-        wrote it.
+        """Write all ranks' tensors; return size and checksum of each file.
+
+        The rank that wrote a file takes its checksum.
         """
         writer = Writer(folder)
         try:
@@ -228,9 +228,7 @@ class Checkpointer:
         return files
 
     def _publish(self, step: int, temporary: Path, description: dict) -> None:
-        """Give a complete folder its final name, then remove checkpoints that are no longer
-        kept.
-        """
+        """Give a complete folder its final name, then remove checkpoints no longer kept."""
         write_description(temporary, description)
         sync_folder(temporary)
         final = self._path(step)
@@ -259,8 +257,9 @@ class Checkpointer:
         self._together(lambda: self.leads and function(*arguments))
 
     def _together(self, function: Callable[..., Any], *arguments) -> Any:
-        """Return `function(*arguments)` on all ranks; if it fails on some, all raise the first
-        failure, so that none waits forever.
+        """Return `function(*arguments)` on all ranks.
+
+        If it fails on some, all raise the first failure, so that none waits forever.
         """
         result = failure = None
         try:
@@ -309,9 +308,9 @@ def resume_point(
     steps: int,
     *names: str,
 ) -> tuple[int, dict]:
-    """Return the last step of a run and its numbers, from `extra` of a checkpoint in `folder`; 0
-    and none if there is none.
+    """Return the last step of a run and its numbers; 0 and none if there is none.
 
+    They are those in `extra` of a checkpoint in `folder`.
     Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of
     these names, n is more than the `steps` that the run is to have, or just one of that run and
     this is GRPO's.

@@ -84,8 +84,9 @@ def size_of(file: Path) -> int:
 
 
 def check_file(file: Path, expected: Sum) -> None:
-    """Raises Damaged if a file is missing or lost, or has another size or content; OSError if
-    reading fails else.
+    """Raise Damaged if a file is missing or lost, or has another size or content.
+
+    Raises OSError if reading fails otherwise.
     """
     with reading(file):
         size = size_of(file)
@@ -98,8 +99,9 @@ def check_file(file: Path, expected: Sum) -> None:
 
 
 def find_damage(folder: Path, share: int, shares: int) -> str | None:
-    """Return what is wrong with a checkpoint, if anything: with its description, or with files share,
-    share + shares, ...
+    """Return what is wrong with a checkpoint, if anything.
+
+    That is its description, or one of its files share, share + shares, ...
     """
     try:
         files = read_description(folder)["files"]
@@ -122,8 +124,9 @@ def write_description(folder: Path, description: dict) -> None:
 
 
 def read_description(folder: Path) -> dict:
-    """Read what `write_description` wrote; raises Damaged for anything else, and OSError if reading
-    fails.
+    """Read what `write_description` wrote.
+
+    Raises Damaged for anything else, and OSError if reading fails.
     """
     file = folder / DESCRIPTION
     try:
@@ -140,8 +143,9 @@ def read_description(folder: Path) -> dict:
 
 
 def check_description(description: dict) -> None:
-    """Raises ValueError unless `extra` is an object and `files` has the Sum of the index and of
-    files beside it.
+    """Raise ValueError unless `extra` is an object and `files` is right.
+
+    It must have the Sum of the index and of the files beside it.
     """
     files = description["files"]
     if (
@@ -187,8 +191,9 @@ class Writer(dcp.FileSystemWriter):
 
 
 class IndexedReader(dcp.FileSystemReader):
-    """DCP's reader, with `.metadata` read once and by the strict unpickler. Raises InputError for a
-    hostile one.
+    """DCP's reader, with `.metadata` read once and by the strict unpickler.
+
+    Raises InputError for a hostile one.
 
     files: those that the checkpoint has.
     """
@@ -232,8 +237,9 @@ PATHS = {  # _local: in Python 3.13, and in no other
 
 
 class IndexUnpickler(pickle.Unpickler):
-    """Admits what an index of tensors consists of; not BytesStorageMetadata, which DCP would go and
-    unpickle.
+    """Admits what an index of tensors consists of, and nothing else.
+
+    It refuses BytesStorageMetadata, too, which DCP would go on to unpickle.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -296,8 +302,9 @@ def clean(folder: Path) -> None:
 
 
 def await_file(file: Path, node: str) -> None:
-    """Return once this rank sees what rank 0, on `node`, has just made. Raises InputError after
-    PATIENCE.
+    """Return once this rank sees what rank 0, on `node`, has just made.
+
+    Raises InputError after PATIENCE.
     """
     deadline = time.monotonic() + PATIENCE
     while not file.exists():
@@ -346,8 +353,9 @@ def delete(path: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, for someone to look at: it counts as one no more. Returns its
-    new name.
+    """Rename a damaged checkpoint, for someone to look at: it counts as one no more.
+
+    Returns its new name.
     """
     aside = folder.with_suffix(".damaged")
     delete(aside)

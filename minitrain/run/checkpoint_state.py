@@ -70,13 +70,12 @@ def prepare_optimizer(
     model: Module,
     saved: Saved,
 ) -> dict[str, Tensor]:
-    """Replace the optimizer's state by empty tensors for all that is saved, and return them by
-    `parameter name/key`.
+    """Replace the optimizer's state by empty tensors for all that is saved; return them by name.
 
-    What has its parameter's shape is sharded like it, and of the type in
-    `optimizer.defaults["states"]`, or else the parameter's (averages are fp32), which reading
-    converts to; the rest are scalars, such as Adam's step, which fused kernels read beside the
-    weights.
+    The name is `parameter name/key`. A tensor of its parameter's shape is sharded like it, and of
+    the type in `optimizer.defaults["states"]`, or else the parameter's (averages are fp32). Reading
+    converts to that type. The rest are scalars, such as Adam's step, which fused kernels read
+    beside the weights.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer.state.clear()
@@ -104,11 +103,10 @@ def check_weights(
     weights: dict[str, Tensor],
     names: set[str],
 ) -> None:
-    """Raise InputError if a checkpoint's weights are not exactly `weights`, or, on all ranks
-    together, `names`.
+    """Raise InputError if a checkpoint's weights are not exactly `weights`, or, together, `names`.
 
-    Or if an optimizer's state is neither of its weight's shape nor a scalar: it might take any
-    amount of memory.
+    `names` are those of all ranks. Raise it also if an optimizer's state is neither of its weight's
+    shape nor a scalar: it might take any amount of memory.
     """
     sizes = {entry: list(stored.size) for entry, stored in saved.items()}
     own = {name: list(tensor.shape) for name, tensor in weights.items()}
@@ -137,8 +135,9 @@ def check_origin(
     optimizer: Optimizer,
     base: str,
 ) -> None:
-    """Raise InputError if a checkpoint is of another kind of optimizer, or of adapters beside other
-    frozen weights.
+    """Raise InputError if a checkpoint is of another kind of optimizer, or of other frozen weights.
+
+    The latter stand beside adapters.
     """
     own = type(optimizer).__name__
     if description["optimizer"] != own:

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(name, help=text, **given, **way)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Parse words and options in any order; argparse's own takes only the first run of words."""
+        """Parse words and options in any order; argparse itself takes only one run of words."""
         return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str):
@@ -140,8 +140,9 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def in_one_line(error: Exception) -> str | None:
-    """Return what to tell of an error whose cause is known: a mistake of the user's, or what the
-    machine lacks.
+    """Return what to tell of an error whose cause is known.
+
+    That is a mistake of the user's, or something that the machine lacks.
     """
     if isinstance(error, InputError | OSError):
         return str(error)
@@ -151,10 +152,10 @@ def in_one_line(error: Exception) -> str | None:
 
 
 class Display:
-    """A standard stream that goes nowhere once nobody takes what is written, where a pipe's reader
-    or a terminal has gone, or it was closed from the start: what a run is for are its files. Who
-    reads gets each line at once.
+    """A standard stream that goes nowhere once nobody takes what is written.
 
+    A pipe's reader or a terminal may have gone, or the stream may be closed from the start; the
+    results of a run are its files. Who reads gets each line at once.
     Other failures, as of a full disk, are raised once, so that their own line can be told; those of
     stderr never are.
     """

@@ -23,8 +23,9 @@ from minitrain.settings import Config, Lora, Model
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Read a YAML file, apply `key=value` words (dotted keys) over it, check all that needs no
-    world size.
+    """Read a YAML file, apply `key=value` words (dotted keys) over it, and check it.
+
+    Checks that need the world size come later.
     """
     tree = read_tree(path)
     for word in overrides:

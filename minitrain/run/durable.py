@@ -10,8 +10,9 @@ from minitrain.errors import naming
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Give a file this content, all at once. Raises OSError if that fails, with the file as it
-    was.
+    """Give a file this content, all at once.
+
+    Raises OSError if that fails, with the file as it was.
     """
     temporary = file.with_suffix(".tmp")
     write_synced(temporary, text)
@@ -28,8 +29,9 @@ def write_synced(file: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut, as fsync does for a file's content, where the
-    disk can do so.
+    """Make the names in a folder survive a power cut, where the disk can do so.
+
+    fsync does the same for a file's content.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -29,9 +29,9 @@ def export(
     folder: Path,
     asks: str | None = None,
 ) -> None:
-    """Write the model in Hugging Face layout, or its adapters in PEFT's: rank 0, but all ranks call
-    it together.
+    """Write the model in Hugging Face layout, or its adapters in PEFT's.
 
+    Rank 0 writes, but all ranks call it together.
     asks: the prompt that replies follow in training, if the tokenizer's chat template has another
     one.
     """
@@ -77,9 +77,7 @@ def export(
 
 
 def check_free_of_others(config: Config, folder: Path) -> None:
-    """Raise InputError for what an earlier run has left in `folder` that would be taken for this
-    one's.
-    """
+    """Raise InputError if `folder` has an earlier run's files that would be taken for these."""
     if config.lora is None and config.task != "diffusion":
         check_free_of_adapters(folder)
     if config.lora and (folder / "config.json").exists():
@@ -91,11 +89,10 @@ def check_free_of_others(config: Config, folder: Path) -> None:
 
 
 def with_ids_of_data(config: Config) -> Config:
-    """Return the config with its data's bos, eos and pad, in place of the zoo's, where weights
-    start at random.
+    """Return the config with its data's bos, eos and pad where weights start at random.
 
-    Raises InputError for an eos or bos in the settings that is neither the zoo's nor the
-    tokenizer's.
+    They replace those of the zoo. Raises InputError for an eos or bos in the settings that is
+    neither the zoo's nor the tokenizer's.
     """
     shape = config.model.config
     if config.model.path or config.task == "diffusion":
@@ -128,8 +125,9 @@ def document_end(config: Config) -> int | None:
 
 
 def has_tokenizer(config: Config) -> bool:
-    """Return True if data.tokenizer made the run's tokens. Files of tokens may be any other's,
-    unless it is named.
+    """Return True if data.tokenizer made the run's tokens.
+
+    Files of tokens may be any other's, unless it is named.
     """
     kind = config.data.kind
     named = kind == "tokens" and config.data.tokenizer != "bytes"

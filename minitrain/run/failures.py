@@ -32,8 +32,9 @@ WAITING_FOR_CALLERS = (
 
 @contextmanager
 def recorded(folder: Path) -> Iterator[None]:
-    """Log an exception that ends this rank's run below `folder`; raise those that one line explains
-    as InputError.
+    """Log an exception that ends this rank's run below `folder`.
+
+    Raise as InputError those that one line explains.
     """
     try:
         yield
@@ -117,8 +118,9 @@ def pending_operation() -> str:
 
 
 def record_flights(folder: Path) -> None:
-    """Let NCCL's watchdog write the last operations of each rank on a timeout. To call before the
-    group starts.
+    """Let NCCL's watchdog write the last operations of each rank on a timeout.
+
+    To call before the group starts.
 
     What the user has set stays. Names as in torch's list of ProcessGroupNCCL's environment
     variables.

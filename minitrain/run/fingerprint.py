@@ -45,11 +45,10 @@ CHOOSE_ROWS = {
 
 
 def agreed_fingerprint(config: Config) -> dict[str, str]:
-    """Return a digest of each file that the dataset is made from, its tokenizer too, by path; empty
-    for data that is made up.
+    """Return a digest of each file that the dataset is made from, by path, its tokenizer included.
 
-    All ranks call it together. Raises InputError if they do not see the same files, those of the
-    model to start from among them: each node may have its own copy.
+    It is empty for made-up data. All ranks call it together. Raises InputError if they do not see
+    the same files, those of the model to start from among them: each node may have its own copy.
     """
     files = {"data": data_files(config.data), "model": model_files(config)}
     digests = {}
@@ -71,8 +70,9 @@ def data_files(data: Data) -> list[Path]:
 
 
 def model_files(config: Config) -> list[Path]:
-    """Return the files of the weights to start from, adapters too; what their own config says is
-    among the settings.
+    """Return the files of the weights to start from, adapters included.
+
+    What their own config says is among the settings.
     """
     path = config.model.path
     lora = config.lora
@@ -83,8 +83,9 @@ def model_files(config: Config) -> list[Path]:
 
 
 def file_digest(file: Path) -> str:
-    """Return a digest of a file's size and SAMPLES blocks spread evenly over it, its first and last
-    bytes among them.
+    """Return a digest of a file's size and SAMPLES blocks spread evenly over it.
+
+    Its first and last bytes are among them.
     """
     with readable(file), file.open("rb") as stream:
         size = stream.seek(0, 2)
@@ -102,12 +103,11 @@ def check_continuation(
     files: dict[str, str],
     resumed: bool,
 ) -> list[str]:
-    """Compare with what the run began with, as `file` has it, and store what it uses now; return
-    what to tell.
+    """Compare with what the run began with, and store what it uses now; return what to tell.
 
-    files: the fingerprint of its data. Raises InputError, on all ranks alike, if the run is
-    resumed, its settings name the same data, and there is other data. All ranks call it together;
-    rank 0 reads and writes.
+    file: where that is stored. files: the fingerprint of its data.
+    Raises InputError, on all ranks alike, if the run is resumed, its settings name the same data,
+    and there is other data. All ranks call it together; rank 0 reads and writes.
     """
     failure = None
     notes = []
@@ -124,17 +124,16 @@ def check_continuation(
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:
-    """Return all settings by dotted name, as JSON gives them back, but those that have no part in
-    what is trained.
-    """
+    """Return all settings that have a part in what is trained, by dotted name, as JSON has them."""
     settings = json.loads(json.dumps(flatten(to_dict(config))))
     kept = (key for key in settings if key != "out_dir" and not key.startswith("reference."))
     return {key: settings[key] for key in kept}
 
 
 def data_change(before: dict, now: dict) -> str | None:
-    """Return what is wrong with the data, in one line; None if nothing is, or the settings name
-    other data on purpose.
+    """Return what is wrong with the data, in one line.
+
+    None if nothing is, or if the settings name other data on purpose.
     """
     old = before["files"]
     new = now["files"]
@@ -156,8 +155,9 @@ def data_change(before: dict, now: dict) -> str | None:
 
 
 def other_settings(before: dict, now: dict) -> list[str]:
-    """Return all that was changed, in one line, and a warning if that chooses other rows: nothing
-    else would show it.
+    """Return all settings that were changed, in one line.
+
+    Warn if a change selects other rows: nothing else would show it.
     """
     old = before["settings"]
     new = now["settings"]

@@ -75,11 +75,11 @@ Convention = Callable[[Work, float], float]
 
 
 def clean(work: Work, seq_len: float) -> float:
-    """Count what a step has to compute: 6 N + 6 d L s, the causal half, + 12 S; LoRA: 4 per frozen
-    weight, 6 per adapter's.
+    """Count what a step has to compute: 6 N + 6 d L s, the causal half, + 12 S.
 
-    Routers count as weights. Frozen weights still pass gradients on to their inputs, so attention's
-    backward is whole. For packed documents, seq_len is their `effective_length`.
+    With LoRA it is 4 per frozen weight, 6 per adapter's. Routers count as weights. Frozen weights
+    still pass gradients on to their inputs, so attention's backward is whole. For packed documents,
+    seq_len is their `effective_length`.
     """
     weights = work.weights + work.routers
     trained, frozen = (work.adapters, weights) if work.adapters else (weights, 0)
@@ -127,8 +127,9 @@ def nemo_squad(work: Work, seq_len: float) -> float:
 
 
 def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
-    """Measure the model of `config`, built without memory on the meta device. adapters: see
-    `lora_weights`.
+    """Measure the model of `config`, built without memory on the meta device.
+
+    adapters: see `lora_weights`.
     """
     model = empty_model(config)
     weights = sum(
@@ -246,8 +247,9 @@ def step_flops(config: Config, dataset) -> Callable[[int], float]:
 
 
 def visible_share(dataset) -> float:
-    """Return the share of the causal pairs in a row whose tokens are of one document; the
-    first row tells.
+    """Return the share of the causal pairs in a row whose tokens are of one document.
+
+    It is measured on the first row.
     """
     row = dataset.row(0)
     if "document_ids" not in row:

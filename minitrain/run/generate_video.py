@@ -119,8 +119,9 @@ def generate(
 
 
 def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
-    """Read what the file holds of text, negative, condition and image, in fp32, texts padded with
-    zeros.
+    """Read text, negative, condition and image from a file, in fp32.
+
+    Texts are padded with zeros.
     """
     prompts = read_video(path, [*TEXTS, "condition", "image"])
     if "text" not in prompts or prompts["text"].ndim != 3 or not len(prompts["text"]):
@@ -156,9 +157,9 @@ def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], s
 def draw_shapes(
     model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way
 ) -> str:
-    """Write a PNG of what the model draws for every prompt of the toy world; returns how much is
-    right, in words.
+    """Write a PNG of what the model draws for every prompt of the toy world.
 
+    Returns how much is right, in words.
     write: all ranks of a sharded model draw, but one is to write.
     """
     if model.config.out_channels != shapes.CHANNELS:

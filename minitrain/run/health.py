@@ -107,8 +107,9 @@ def not_finite(numbers: dict) -> str:
 
 
 def batch_origin(dataset, rows: int, step: int) -> str:
-    """Return which `rows` of the dataset step 1, 2, ... took, and where the first of them come from if it
-    can say.
+    """Return which `rows` of the dataset step 1, 2, ... took.
+
+    Where the first of them come from is told, if the dataset knows.
     """
     first = (step - 1) * rows
     text = f"rows {first} to {first + rows - 1} of the data"

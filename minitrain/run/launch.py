@@ -63,10 +63,10 @@ def pick_device(setting: str) -> torch.device:
 
 
 def check_own_gpus(device: torch.device) -> None:
-    """Raise InputError, on all ranks alike, if two that took the only GPU they see, or the first,
-    have the same.
+    """Raise InputError, on all ranks alike, if two ranks have the same GPU.
 
-    All call it together. On the CPU nothing is compared.
+    It looks at ranks that took the only GPU they see, or the first. All call it together. On the
+    CPU nothing is compared.
     """
     if device.type != "cuda":
         return
@@ -153,8 +153,9 @@ def make_trainer(
 
 
 def fill_weights(config: Config, model: Module) -> None:
-    """Read the weights of `model.path` and `lora.path` into a model; those of no file get initial
-    values.
+    """Read the weights of `model.path` and `lora.path` into a model.
+
+    Weights that are in no file get initial values.
     """
     if config.model.path:
         load_weights(model, config.model.path, local_shard)
@@ -214,8 +215,9 @@ def wait_for_ever() -> None:
 
 
 def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
-    """Make a group for `ranks` to write checkpoints, where they wait for each other's disks: half
-    an hour at least.
+    """Make a group for `ranks` to write checkpoints.
+
+    They wait there for each other's disks: half an hour at least.
     """
     timeout = max(timedelta(minutes=30), timedelta(seconds=config.timeout_s))
     return dist.new_group(list(ranks), timeout=timeout, backend="gloo")

@@ -105,9 +105,9 @@ def keep_earlier(folder: Path) -> list[str]:
 
 
 class MetricsLog:
-    """Appends steps to FILE as they come, each flushed at once; a resumed run drops the steps it
-    will repeat.
+    """Appends steps to FILE as they come, each flushed at once.
 
+    A resumed run drops the steps that it will repeat.
     bytes_per_token: of the text that is trained on, if it is known.
     """
 
@@ -152,9 +152,7 @@ class MetricsLog:
             )
 
     def step(self, numbers: dict) -> None:
-        """Store one step's numbers, with every digit of their floats, and show those that tell
-        most.
-        """
+        """Store one step's numbers, with every digit of their floats, and show the main ones."""
         if not self.enabled:
             return
         with naming(self.file.name):
@@ -189,16 +187,18 @@ class MetricsLog:
             )
 
     def sync(self) -> None:
-        """Return when the disk has all numbers so far: a power cut must not leave a checkpoint and
-        take them.
+        """Return when the disk has all numbers so far.
+
+        After a power cut, a checkpoint must not be there without them.
         """
         if self.enabled:
             with naming(self.file.name):
                 os.fsync(self.file.fileno())
 
     def skipped_steps(self, updates: int = 1) -> int:
-        """Return how many of the last steps skipped all their updates. All ranks call it
-        together.
+        """Return how many of the last steps skipped all their updates.
+
+        All ranks call it together.
         """
         skipped = takewhile(lambda skipped: skipped == updates, reversed(self.skips))
         return broadcast(len(list(skipped)))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 
 def to_line(numbers: dict) -> str:
-    """Return a line of JSON. JSON knows only finite numbers: all others, as those of a skipped
-    step, are null.
+    """Return a line of JSON.
+
+    JSON knows only finite numbers: all others, as those of a skipped step, are null.
     """
     finite = dict(numbers)
     for key, value in numbers.items():
@@ -17,10 +18,10 @@ def to_line(numbers: dict) -> str:
 
 
 def read_lines(file: Path) -> tuple[list[dict], int]:
-    """Return the steps' numbers in a metrics.jsonl, and how many other lines it has, blank ones
-    apart.
+    """Return the steps' numbers in a metrics.jsonl, and how many other lines it has.
 
-    A kill may have cut the last one short, and someone may have edited the file. There may be none.
+    Blank lines do not count. A kill may have cut the last one short, and someone may have edited
+    the file. There may be none.
     """
     if not file.exists():
         return [], 0

@@ -254,8 +254,11 @@ def _layout_faults(config: Config, world_size: int) -> Faults:
 
 
 def training_ranks(config: Config) -> int:
-    """Return the product of the parallel dimensions. An open dp_shard, at least 1, takes what
-    torchrun started, or for one process what the published row ran on."""
+    """Return the product of the parallel dimensions.
+
+    An open dp_shard, at least 1, takes what torchrun started, or for one process what the published
+    row ran on.
+    """
     p = config.parallel
     others = p.dp_replicate * p.tp * p.cp * p.pp
     if p.dp_shard != -1:

@@ -244,9 +244,7 @@ class Run:
     # -------------------------------------------------------------------------------------------------- parts of a step
 
     def collect(self) -> tuple[list[Group], float] | None:
-        """Return the next step's groups, and how long they took; nothing on ranks that do not
-        sample.
-        """
+        """Return the next step's groups, and how long they took; nothing on ranks that only train."""
         if self.worker is None:
             return None
         with self.phase("generation"):
@@ -257,9 +255,9 @@ class Run:
         return groups, self.seconds["generation"]
 
     def kept(self, step: int) -> list[Group] | None:
-        """Return the responses for `step` that the run had sampled before it was resumed; None if
-        it had ended before, or if they do not make up a step of its settings now.
+        """Return the responses for `step` that the run had sampled before it was resumed.
 
+        None if it had ended before, or if they do not make up a step of its settings now.
         Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
         """
         found: list[Group] | InputError | None = None
@@ -284,8 +282,9 @@ class Run:
         return groups
 
     def remove_old_rollouts(self, step: int) -> None:
-        """Remove all but the newest, and those on which a run goes on that resumes from the oldest
-        checkpoint.
+        """Remove all responses but the newest, and those that a resumed run could need.
+
+        It may resume from the oldest checkpoint.
         """
         keep = self.config.grpo.keep_rollouts
         if keep and dist.get_rank() == 0:
@@ -334,8 +333,9 @@ class Run:
 
 
 def fits(groups: list[Group], config: Config) -> bool:
-    """Return True if these are as many groups, as large, as a step trains on, and sampled with the
-    settings of now.
+    """Return True if these are the groups of a step, sampled with the settings of now.
+
+    They must be as many, and as large, as a step trains on.
     """
     settings = sampling_settings(config)
     sizes = [len(group) for group in groups]
@@ -366,10 +366,10 @@ def is_whole(model: Decoder | Pipeline) -> bool:
 
 
 def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
-    """Make a model to sample from, in the type that the trainer computes in, split over the ranks of
-    `tp`; no values yet.
+    """Make a model to sample from, without values, split over the ranks of `tp`.
 
-    With rollout.ep its experts are split as a whole, and tokens travel to them.
+    It is in the type that the trainer computes in. With rollout.ep its experts are split as a
+    whole, and tokens travel to them.
     """
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     model = empty_model(config.model.config).to(dtype)

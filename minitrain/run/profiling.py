@@ -71,8 +71,9 @@ def recorded_memory(folder: Path) -> Iterator[None]:
 
 
 def own_file(folder: Path, name: str) -> str:
-    """Return this rank's file of that name. Those of earlier recordings on more ranks go: they are none of
-    this one's.
+    """Return this rank's file of that name.
+
+    Those of earlier recordings on more ranks go: they are none of this one's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:

@@ -37,8 +37,9 @@ from minitrain.training.loop import is_due
 
 
 def run_task(task, config: Config, folder: Path) -> None:
-    """Run a task's steps that are left, and export its model at the end. All ranks call it
-    together.
+    """Run a task's steps that are left, and export its model at the end.
+
+    All ranks call it together.
     """
     first = task.first
     began = time.monotonic()
@@ -62,8 +63,9 @@ def run_task(task, config: Config, folder: Path) -> None:
 
 
 def run_steps(steps: Iterator[dict[str, Any]], task, config: Config, log: MetricsLog) -> bool:
-    """Save and log each of `steps`. Returns False if a signal has stopped the run, True after the
-    last step.
+    """Save and log each of `steps`.
+
+    Returns False if a signal has stopped the run, True after the last step.
 
     A step after which the run stops has a checkpoint, but no line yet: `run_task` makes up for it.
     """

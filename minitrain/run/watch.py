@@ -115,8 +115,9 @@ def until_signal() -> Iterator[Callable[[], str]]:
 
 
 class Watch:
-    """This rank's part of the watch, in a thread. One byte goes over a connection, at the end: the
-    code to end with.
+    """This rank's part of the watch, in a thread.
+
+    One byte goes over a connection, at the end: the code to end with.
 
     others: the ranks at the other ends, by connection: on rank 0 all others, elsewhere rank 0.
     """
@@ -274,8 +275,9 @@ def await_verdict(error: Exception) -> None:
 
 
 def say_once(line: str) -> None:
-    """Print a line to stderr on the first rank that asks for it; the others return once that is
-    done.
+    """Print a line to stderr on the first rank that asks for it.
+
+    The others return once that is done.
     """
     store = _get_default_store()
     name = f"minitrain/said/{line}"
