@@ -100,7 +100,7 @@ VIDEOS = {
     "--out": (
         home_path,
         ...,
-        "file for the latents, the picture of shapes, or an .mp4",
+        "file for the latents, the picture of shapes (.apng beside it moves), or an .mp4",
     ),
     "--encoders": (
         home_path,
@@ -156,7 +156,7 @@ result is a safetensors file with `latents` [videos, channels, frames, height, w
 those of the training: the video autoencoder decodes them times its std, plus its mean. With
 --encoders, the download of a pipeline in diffusers' layout, the prompts are lines of text, and the
 result is an .mp4 file, or one for each line: name-1.mp4, name-2.mp4, ... `--prompts shapes` are
-those of the toy world (data/shapes.py): the result is a PNG, a video a row, and a score.
+those of the toy world (data/shapes.py): the result is a PNG, the same as a moving .apng, and a score.
 """
 
 

@@ -91,7 +91,8 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
     save_model(tmp_path, in_channels=8, out_channels=8)
     main(["--model", str(tmp_path), "--prompts", "shapes", "--out", str(tmp_path / "out.png"), "--steps", "2",
           "--device", "cpu", "--seed", "9" * 30])  # fmt: skip
-    assert Image.open(tmp_path / "out.png").size == (4 * 17 * 4, 48 * 17 * 4)
+    assert Image.open(tmp_path / "out.png").size == (1040, 640)
+    assert Image.open(tmp_path / "out.apng").n_frames == 4
     printed = capsys.readouterr().out
     assert "out.png: right in colour " in printed and printed.count("%") == 3
 

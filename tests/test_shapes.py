@@ -75,11 +75,29 @@ def test_an_epoch_is_every_clip_with_its_text(world):
     assert len(torch.stack([embed_text(words) for words in all_prompts()]).unique(dim=0)) == 48
 
 
-def test_sheet_is_a_png_that_others_read(world, tmp_path):
-    write_sheet(tmp_path / "sheet.png", world.videos[:3], zoom=2)
-    picture = np.asarray(Image.open(tmp_path / "sheet.png"))
-    assert picture.shape == (3 * 17 * 2, 4 * 17 * 2, 3)
-    for video in range(3):
+def test_sheet_is_a_grid_and_an_animation_that_others_read(world, tmp_path):
+    prompts = all_prompts()
+    assert len(prompts) == 48
+    write_sheet(tmp_path / "sheet.png", world.videos[:48], [" ".join(words) for words in prompts])
+    picture = Image.open(tmp_path / "sheet.png")
+    moving = Image.open(tmp_path / "sheet.apng")
+    assert moving.n_frames == 4
+    frames = []
+    for number in range(4):
+        moving.seek(number)
+        frames.append(np.asarray(moving.convert("RGB")))
+    picture = np.asarray(picture)
+    for pixels in (picture, *frames):
+        assert pixels.shape[0] <= 900 and pixels.shape[1] <= 1200
+    # cells of 10 rows and 5 columns
+    high, wide = picture.shape[0] // 10, picture.shape[1] // 5
+    tall, broad = frames[0].shape[0] // 10, frames[0].shape[1] // 5
+    for video in (0, 4, 5, 47):
+        row, column = divmod(video, 5)
         for frame in range(4):
-            tile = picture[34 * video : 34 * video + 32 : 2, 34 * frame : 34 * frame + 32 : 2]
-            assert np.array_equal(tile, (world.videos[video, frame] * 255).byte().numpy())
+            wanted = (world.videos[video, frame] * 255).byte().numpy()
+            left = wide * column + 51 * frame
+            assert np.array_equal(picture[high * row :, left:][:48:3, :48:3], wanted)
+            assert np.array_equal(frames[frame][tall * row :, broad * column :][:64:4, :64:4], wanted)
+    # a caption stands below each
+    assert picture[high - 13 : high, :wide].any() and not picture[9 * high :, 3 * wide :].any()

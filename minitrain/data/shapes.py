@@ -8,6 +8,7 @@ fixed random vector for each word.
 
 import hashlib
 import itertools
+import string
 import struct
 import zlib
 from functools import cached_property
@@ -37,6 +38,14 @@ DIRECTIONS = {
 FRAMES = 4
 SIZE = 16
 PATCH = 4
+# of a sheet of pictures
+COLUMNS = 5
+LETTERS = " " + string.ascii_lowercase
+# letters of 3 x 5 pixels: a digit for each row, whose bits are pixels
+FONT = (
+    "000002575565656344436555674647746443455355755722271115255655444475775565555"
+    "255526564425563656553421672222555535552255775552555522271247"
+)
 CHANNELS = 8
 TEXT_DIM = 64
 # in pixels per frame
@@ -154,22 +163,68 @@ class ShapesWorld:
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 
-def write_sheet(path: str | Path, videos: Tensor, zoom: int = 4) -> None:
-    """Write a PNG of videos [n, frames, height, width, 3] between 0 and 1, a video a row."""
-    # a gray line below and right of each
-    framed = F.pad(videos, (0, 0, 0, 1, 0, 1), value=0.35)
-    rows = framed.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
-    pixels = rows.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
-    write_png(path, (pixels * 255).byte().numpy())
+def write_sheet(path: str | Path, videos: Tensor, captions: list[str]) -> None:
+    """Write videos [n, frames, height, width, 3] between 0 and 1 as a grid of strips, a PNG, and
+    as a grid that moves, an animated PNG with the suffix .apng.
+    """
+    # a gray line right of each frame
+    strips = F.pad(videos, (0, 0, 0, 1), value=0.35).transpose(1, 2).flatten(2, 3)
+    write_png(path, grid(strips, captions, 3))
+    moving = [grid(frame, captions, 4) for frame in videos.unbind(1)]
+    write_png(Path(path).with_suffix(".apng"), *moving)
 
 
-def write_png(path: str | Path, pixels: np.ndarray) -> None:
-    """Write uint8 pixels [height, width, 3] as a PNG (W3C specification), filter 0 on every line."""
-    height, width = pixels.shape[:2]
-    lines = b"".join(b"\0" + line.tobytes() for line in pixels)
+def grid(pictures: Tensor, captions: list[str], zoom: int) -> np.ndarray:
+    """Return pictures [n, height, width, 3] with captions below, uint8 [height, width, 3]."""
+    letters = torch.stack([write_line(caption) for caption in captions])
+    pictures = pictures.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2)
+    width = 4 + max(letters.shape[2], pictures.shape[2])
+    sized = []
+    for x in (pictures, letters):
+        sized.append(F.pad(x, (0, 0, 0, width - x.shape[2], 0, 3)))
+    cells = torch.cat(sized, 1)
+    cells = F.pad(cells, (0, 0, 0, 0, 0, 0, 0, -len(cells) % COLUMNS))
+    # [rows, height, columns, width, 3]
+    cells = cells.unflatten(0, (-1, COLUMNS)).transpose(1, 2)
+    sheet = cells.flatten(2, 3).flatten(0, 1)
+    return (sheet * 255).byte().numpy()
+
+
+def write_line(text: str, zoom: int = 2) -> Tensor:
+    """Return a text of at most 22 letters of 3 x 5 pixels, [height, width, 3]."""
+    rows = []
+    for row in range(5):
+        digits = [int(FONT[5 * LETTERS.index(letter) + row]) for letter in text.ljust(22)]
+        rows.append([0.7 * (digit >> bit & 1) for digit in digits for bit in (3, 2, 1, 0)])
+    # 3, the first bit, is the space between letters
+    pixels = torch.tensor(rows)[..., None].expand(-1, -1, 3)
+    return pixels.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
+
+
+def write_png(path: str | Path, *pictures: np.ndarray) -> None:
+    """Write uint8 pixels [height, width, 3] as a PNG (W3C specification), filter 0 on every line.
+
+    Several are an animation, four of them a second.
+    """
+    height, width = pictures[0].shape[:2]
+    moves = len(pictures) > 1
     # 8 bits, RGB
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b"")]
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))]
+    if moves:
+        # for ever
+        chunks.append((b"acTL", struct.pack(">II", len(pictures), 0)))
+    numbers = itertools.count()
+    for pixels in pictures:
+        lines = b"".join(b"\0" + line.tobytes() for line in pixels)
+        data = zlib.compress(lines, 9)
+        if moves:
+            place = next(numbers), width, height, 0, 0
+            chunks.append((b"fcTL", struct.pack(">IIIIIHHBB", *place, 1, 4, 0, 0)))
+        if pixels is pictures[0]:
+            chunks.append((b"IDAT", data))
+        else:
+            chunks.append((b"fdAT", struct.pack(">I", next(numbers)) + data))
+    chunks.append((b"IEND", b""))
     body = b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in chunks

@@ -174,6 +174,6 @@ def draw_shapes(
     check_prompts(text, model, size, "shapes")
     videos = world.decode(generate(model, text, size, steps=steps, guidance=guidance, **way))
     if write:
-        shapes.write_sheet(path, videos)
+        shapes.write_sheet(path, videos, [" ".join(words) for words in prompts])
     score = world.judge(videos, prompts)
     return f"{path}: right in " + ", ".join(f"{name} {share:.0%}" for name, share in score.items())
