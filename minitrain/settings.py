@@ -33,12 +33,29 @@ class Model:
 
 
 @dataclass
+class Source:
+    """One of the data's sources that are mixed. What it leaves out is as in `data`."""
+
+    path: str | list[str] = ""
+    weight: float = 1.0  # rows are taken by it, in any unit: shares are of the sum
+    name: str = ""  # metrics.jsonl has its loss as loss/NAME; default: the path
+    kind: Literal["text", "jsonl", "tokens"] | None = None
+    field: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name or str(self.path)
+
+
+@dataclass
 class Data:
     """The training data: see data/text.py; for diffusion, data/latents.py and data/shapes.py."""
 
     # mock: random tokens, for benchmarks; shapes: a toy world of videos
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
     path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
+    # in place of path: several, mixed by weight, as [{path: a, weight: 0.7}, {path: b, weight: 0.3}]
+    sources: list[Source] = field(default_factory=list)
     # glob patterns of paths to leave out, or of their ends
     exclude: list[str] = field(default_factory=list)
     # mock latents: frames, height, width

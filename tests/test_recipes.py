@@ -3,6 +3,7 @@
 A tiny twin with random weights and a tokenizer of bytes stand for the download; only sizes, paths and types change.
 """
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -40,6 +41,7 @@ RECIPES = {
         "data.document_end=257",
         "data.validation=0.2",
     ],
+    "pretrain-mixed": ["model={name: llama3.1-8b-tiny, vocab_size: 258}", "data.validation=0.2"],
     "continued-pretraining": ["data.validation=0.2"],
     "grpo-gsm8k": [
         "grpo.prompts=4",
@@ -59,6 +61,7 @@ STAND_INS = {
     "dpo": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "full-8b-8gpu": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "pretrain-tokens": ["data.tokenizer=bytes"],
+    "pretrain-mixed": ["data.tokenizer=bytes"],
     "continued-pretraining": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "grpo-gsm8k": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
     "grpo-own-reward": ["model=llama3.1-8b", "data.tokenizer=bytes"],
@@ -85,6 +88,10 @@ def downloads(tmp_path, monkeypatch) -> Path:
     os.mkdir("latents")
     for i in range(8):
         save_video(f"latents/{i}.safetensors", torch.randn(16, 2, 4, 8), torch.randn(3, 64))
+    for name, key in (("web", "text"), ("code", "content")):
+        os.mkdir(name)
+        lines = (json.dumps({key: f"{name} {number}"}) + "\n" for number in range(60))
+        Path(name, "a.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
     os.mkdir("tokens")
     np.save("tokens/0.npy", np.arange(20_000, dtype=np.uint16) % 251)
     return tmp_path

@@ -3,8 +3,9 @@
 import math
 from dataclasses import replace
 
-from minitrain.data.files import held_out_apart
+from minitrain.data.files import apart, held_out_apart
 from minitrain.data.latents import open_latents
+from minitrain.data.mixed import Mixed
 from minitrain.data.preferences import open_pairs
 from minitrain.data.sft import open_chats
 from minitrain.data.text import open_data
@@ -20,6 +21,8 @@ def open_dataset(config: Config) -> tuple:
         trained, held = map(open_dataset, held_out_apart(config))
         # videos to validate on are under noise held fixed
         return trained[0], held[1] or held[0]
+    if config.data.sources:
+        return open_sources(config)
     if config.task == "diffusion":
         return open_latents(config)
     if config.task == "dpo":
@@ -27,6 +30,16 @@ def open_dataset(config: Config) -> tuple:
     if config.task in ("sft", "lora"):
         return open_chats(config)
     return open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+
+
+def open_sources(config: Config) -> tuple[Mixed, Mixed | None]:
+    """Return the sources' training datasets mixed, and their held-out ones likewise."""
+    sources = apart(config.data)
+    weights = [source.weight for source in config.data.sources]
+    opened = [open_dataset(replace(config, data=data)) for data in sources.values()]
+    trained, held = zip(*opened, strict=True)
+    mixed = Mixed(trained, list(sources), weights)
+    return mixed, Mixed(held, mixed.names, weights) if config.data.validation else None
 
 
 def with_steps(config: Config, rows: int, per_step: int) -> Config:

@@ -36,8 +36,22 @@ SUFFIXES = {
 def held_out_apart(config: Config) -> tuple[Config, Config]:
     """Return two configs without data.validation_path: one of data.path, the other of those files."""
     data = replace(config.data, validation=0.0, validation_path="")
-    held = replace(data, path=config.data.validation_path)
+    held = replace(data, path=config.data.validation_path, sources=[])
     return replace(config, data=data), replace(config, data=held)
+
+
+def apart(data: Data) -> dict[str, Data]:
+    """Return the data of each source by its name; `data` itself if it has no sources."""
+    if not data.sources:
+        return {"": data}
+    found = {}
+    for source in data.sources:
+        if source.label in found:
+            raise InputError(f"data.sources has two of the name {source.label!r} (name them apart)")
+        kind = source.kind or data.kind
+        key = data.field if source.field is None else source.field
+        found[source.label] = replace(data, sources=[], path=source.path, kind=kind, field=key)
+    return found
 
 
 def find_files(data: Data) -> list[Path]:

@@ -3,7 +3,7 @@
 Samples that share a row do not see each other, so packing changes nothing but the number of empty
 slots: the gradients are those of one sample per row (`data.packed: false`). The packing is made
 once; each epoch visits its rows in another order. All samples are tokenized at the start and stay
-in memory. Left out: streaming, and mixing files by weight.
+in memory. Left out: streaming.
 """
 
 from collections.abc import Iterable, Iterator

@@ -5,7 +5,7 @@ where the tokenizer puts one), ended by eos, laid end to end, and cut into rows 
 numbers its documents, so that attention stays inside each, and positions restart with them. An
 epoch visits every row once, in an order that is computed for one row at a time (`shuffled`) and
 never stored. Token files are read row by row: any size opens at once. With data.packing=whole no
-document that fits a row is cut. Left out: streaming from a network, and mixing sources by weight.
+document that fits a row is cut. Left out: streaming from a network.
 
 Unusable data is an error; with data.on_error=skip it is left out and counted. Text and JSONL are
 read, and so checked, in full before the first step. Token files are checked row by row when a row

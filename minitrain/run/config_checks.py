@@ -10,6 +10,7 @@ import math
 import os
 from typing import Any
 
+from minitrain.data.files import apart
 from minitrain.errors import Faults, refuse
 from minitrain.formats.config_hf import check_exportable
 from minitrain.formats.peft import adapter_shapes
@@ -25,6 +26,8 @@ from minitrain.settings import Config
 from minitrain.training.flow import check_diffusion
 
 VIDEOS = ("latents", "shapes")
+# kinds of data that can be mixed
+SOURCES = ("text", "jsonl", "tokens")
 # tasks that train on them
 CHATS = ("sft", "lora", "dpo")
 
@@ -118,7 +121,33 @@ def _data_faults(c: Config) -> Faults:
         not 0 <= d.validation < 1,
         f"data.validation={d.validation} must be at least 0 and below 1",
     )
-    yield d.kind not in ("mock", "shapes") and not d.path, f"data.kind={d.kind} needs data.path"
+    sources = apart(d)
+    for name, source in sources.items():
+        where = f"data.sources {name!r}: " if d.sources else ""
+        kind = source.kind
+        yield (
+            kind not in ("mock", "shapes") and not source.path,
+            f"{where}data.kind={kind} needs data.path",
+        )
+        yield (
+            d.sources and kind not in SOURCES,
+            f"{where}data.kind={kind} must be {' or '.join(SOURCES)}",
+        )
+        yield (
+            d.sources and c.task != "pretrain" and kind != "jsonl",
+            f"{where}data.kind={kind} holds no chats, as task={c.task} needs (use jsonl)",
+        )
+    yield d.sources and d.path, "data.path and data.sources: give one of them"
+    for source in d.sources:
+        yield source.weight <= 0, f"data.sources: weight={source.weight} must be above 0"
+    yield (
+        d.sources and c.task not in ("pretrain", "sft", "lora"),
+        f"data.sources are for task=pretrain, sft and lora, not for task={c.task}",
+    )
+    yield (
+        d.sources and (c.epochs or c.validation.exact_match),
+        "epochs and validation.exact_match are not for data.sources (use steps, exact_match=0)",
+    )
     yield (
         max(d.size, default=0) > 1 << 20,
         f"data.size={d.size} must be numbers of at most 1,048,576",
@@ -133,7 +162,7 @@ def _data_faults(c: Config) -> Faults:
         (f"cache={d.cache}", d.cache, texts),
     ):
         yield (
-            given and (c.task != "pretrain" or d.kind not in kinds),
+            given and (c.task != "pretrain" or {each.kind for each in sources.values()} - {*kinds}),
             f"data.{name} is for task=pretrain and data.kind={' or '.join(kinds)} (leave it out)",
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minitrain.data.files import find_files
+from minitrain.data.files import apart, find_files
 from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.errors import InputError, readable
 from minitrain.formats.peft import adapter_files
@@ -31,6 +31,7 @@ SAMPLE = 4096
 NAMES_DATA = {
     "data.kind",
     "data.path",
+    "data.sources",
     "data.exclude",
     "data.tokenizer",
 }
@@ -59,6 +60,8 @@ def agreed_fingerprint(config: Config) -> dict[str, str]:
 
 
 def data_files(data: Data) -> list[Path]:
+    if data.sources:
+        return [file for source in apart(data).values() for file in data_files(source)]
     if data.kind in ("mock", "shapes"):
         return []
     files = find_files(data)

@@ -42,6 +42,9 @@ def telling(numbers: dict, bytes_per_token: float | None = None) -> str:
         told = f"loss {numbers['loss']:.4f}"
     if bytes_per_token:
         told += f" = {bits_per_byte(numbers['loss'], bytes_per_token):.3f} bits/byte"
+    for name, value in numbers.items():
+        if name.startswith("loss/"):
+            told += f", {name.removeprefix('loss/')} {value:.4f}"
     return f"{told}, tokens/s {numbers['tokens_per_sec']:,.0f}"
 
 

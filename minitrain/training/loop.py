@@ -111,8 +111,10 @@ class Trainer:
         return results
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor [...] over ranks with other rows; in a pipeline the last stage has it."""
-        return sum_over(self.meshes.pp, sum_over(self.meshes.batch, tensor.to(self.device)))
+        """Sum a tensor [...] over ranks with other tokens; in a pipeline the last stage has it."""
+        # each context-parallel rank has all of a video's errors
+        ranks = self.meshes.batch if self.config.task == "diffusion" else self.meshes.loss
+        return sum_over(self.meshes.pp, sum_over(ranks, tensor.to(self.device)))
 
     @torch.no_grad()
     def evaluate(self, dataset, stopping: Callable[[], bool] = lambda: False) -> float | None:

@@ -50,20 +50,26 @@ class VocabShard(NamedTuple):
         return gathered
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    losses: Tensor | None = None,
+) -> Tensor:
     """Return the sum over tokens of -log softmax(hidden @ weight^T)[label], an fp32 scalar.
 
     hidden: [..., dim].
     weight: [vocab, dim], or a DTensor split evenly by vocabulary, whose ranks all have the same
         hidden and labels. The gradient of `hidden` is then this rank's term of a sum over ranks.
     labels: int [...]; those that are IGNORE add nothing. Divide by the number of the others.
+    losses: fp32 [tokens], filled with each token's loss; only where gradients are needed, too.
     """
     # [tokens, dim]
     hidden = hidden.flatten(0, -2)
     labels = labels.flatten()
     weight, shard = vocab_shard(weight)
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(hidden, weight, labels, shard)
+        return _LinearCrossEntropy.apply(hidden, weight, labels, shard, losses)
     loss_and_grad = fused(_loss_and_grad, weight)
     chunks = split_chunks(hidden, labels)
     return sum(loss_and_grad(matmul(x, weight.T), y, shard)[0] for x, y in chunks)
@@ -94,13 +100,17 @@ def vocab_shard(weight: Tensor) -> tuple[Tensor, VocabShard]:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, shard):
+    def forward(ctx, hidden, weight, labels, shard, losses):
         # hidden: [tokens, dim]; weight: [vocab / tp, dim]; labels: [tokens]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
         def grad_of(logits: Tensor, chunk: slice) -> Tensor:
             # logits, and what is returned: [tokens of the chunk, vocab / tp]
-            chunk_loss, grad = fused(_loss_and_grad, weight)(logits, labels[chunk], shard)
+            loss_of = _loss_and_grad if losses is None else _losses_and_grad
+            chunk_loss, grad = fused(loss_of, weight)(logits, labels[chunk], shard)
+            if losses is not None:
+                losses[chunk] = chunk_loss
+                chunk_loss = chunk_loss.sum()
             loss.add_(chunk_loss)
             return grad
 
@@ -118,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # compiled: torch's own kernel for bf16 = fp32 x fp32 reaches only 1.3 TB/s on an H200,
             # 2.4 ms for a head of 128k x 4096
             grad_weight = fused(_scaled, grad_weight)(grad_weight, grad_loss, ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -163,7 +173,13 @@ def head_gradients(
 
 
 def _loss_and_grad(logits: Tensor, labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return the loss of a chunk, an fp32 scalar, and its gradient softmax(logits) - onehot(labels).
+    """Return the sum of `_losses_and_grad`'s losses, an fp32 scalar, and the gradient."""
+    losses, grad = _losses_and_grad(logits, labels, shard)
+    return losses.sum(), grad
+
+
+def _losses_and_grad(logits: Tensor, labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Return a chunk's losses, fp32 [tokens], and their gradient softmax(logits) - onehot(labels).
 
     logits: [tokens, vocab / tp]; overwritten if they are fp32. The gradient has their shape and
         type.
@@ -181,13 +197,13 @@ def _loss_and_grad(logits: Tensor, labels: Tensor, shard: VocabShard) -> tuple[T
     # each shard's sum is relative to its own maximum: make all relative to the highest
     highest = peaks.amax(0)
     total = (totals * (peaks - highest).exp()).sum(0)
-    loss = ((total.log() + highest - targets.sum(0)) * valid).sum()
+    losses = (total.log() + highest - targets.sum(0)) * valid
     # times this, the exponentials are probabilities; 0 for a token without a label
     scale = valid * (peak - highest).exp() / total
     # a label's own gradient, p - 1, is subtracted in fp32: in bf16, p near 1 would leave nothing
     at_labels = (target - peak).exp() * scale - mine.float()
     grad = exponentials.mul_(scale).to(dtype)
-    return loss, grad.scatter_(1, columns, at_labels.to(dtype))
+    return losses[:, 0], grad.scatter_(1, columns, at_labels.to(dtype))
 
 
 def find_labels(labels: Tensor, shard: VocabShard, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ An objective has three methods:
                          its last batch with such rows
     loss(model, batch)   return the sum of the terms, a differentiable scalar
     metrics(sum_over)    return a dict of floats for the log, about the micro-batches with gradients
-                         since the last call. sum_over(tensor) sums over ranks with other rows; all
+                         since the last call. sum_over(tensor) sums over ranks with other tokens; all
                          ranks must call it
 
 That suffices if ranks have different rows or share weights (dp_replicate, dp_shard, tp, ep). Two
@@ -21,8 +21,10 @@ layouts need more, and are refused unless the objective names them in `layouts`:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -39,7 +41,7 @@ def make_objective(config: Config) -> "LanguageModeling | FlowMatching | Prefere
     if config.task == "dpo":
         return Preferences(config.dpo)
     if config.task != "diffusion":
-        return LanguageModeling()
+        return LanguageModeling([source.label for source in config.data.sources])
     model = config.model.config
     return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
 
@@ -58,10 +60,16 @@ def check_objective(objective, parallel: Parallel) -> None:
 class LanguageModeling:
     """The sum of -log p(label | tokens before it) over the labels that are not IGNORE.
 
-    A batch has tokens and labels [batch, seq], and further inputs of the model by name.
+    A batch has tokens and labels [batch, seq], and further inputs of the model by name. With data
+    that is mixed it also has `sources` [batch, seq], the place of each token's source in `names`.
     """
 
     layouts = ("cp", "pp")
+
+    def __init__(self, names: Sequence[str] = ()):
+        self.names = names
+        # [2, sources]: the sum of losses, and the number of labels
+        self.sums = torch.zeros(2, len(names), dtype=torch.float64)
 
     def count(self, batch: Batch) -> int:
         # labels: [batch, seq]
@@ -70,8 +78,27 @@ class LanguageModeling:
     def loss(self, model: Module, batch: Batch) -> Tensor:
         # a scalar, from the model's output [batch, seq, hidden], its head's weight and the labels
         batch = dict(batch)
-        return model(batch.pop("tokens"), **batch, head=linear_cross_entropy)
+        sources = batch.pop("sources", None)
+        head = linear_cross_entropy
+        if sources is not None and torch.is_grad_enabled():
+            head = partial(self.head, sources)
+        return model(batch.pop("tokens"), **batch, head=head)
+
+    def head(self, sources: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss, and add its tokens' parts to the sums of their sources [batch, seq]."""
+        labels = labels.flatten()
+        losses = torch.zeros(labels.shape, device=labels.device)
+        loss = linear_cross_entropy(hidden, weight, labels, losses)
+        # [2, tokens]
+        numbers = torch.stack([losses, labels != IGNORE]).double()
+        self.sums = self.sums.to(labels.device).index_add(1, sources.flatten(), numbers)
+        return loss
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        # sum_over: [...] -> [...]; there is nothing to add to the loss
-        return {}
+        """Return the mean loss of each source that had a label, as loss/NAME."""
+        if not self.names:
+            return {}
+        losses, counts = sum_over(self.sums).tolist()
+        self.sums = torch.zeros_like(self.sums)
+        sums = zip(self.names, losses, counts, strict=True)
+        return {f"loss/{name}": loss / count for name, loss, count in sums if count}

@@ -1,0 +1,72 @@
+"""Mix datasets by weight. Which row of which source row n is, depends on n and the weights alone.
+
+Next comes the source that lacks most of its share, as in Megatron-LM's BlendedDataset: so every
+stretch of rows is mixed evenly. That order of BLOCK rows repeats; a share is exact to 1 / BLOCK.
+Each source has epochs and a shuffled order of its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitrain.errors import InputError
+
+BLOCK = 10_000
+
+
+class Mixed:
+    """Rows of several datasets, each with `sources`, the number of its dataset, at every token.
+
+    names, weights: of the datasets; shares are the weights divided by their sum.
+    """
+
+    def __init__(self, datasets: Sequence, names: Sequence[str], weights: Sequence[float]):
+        self.datasets = datasets
+        self.names = names
+        shares = np.array(weights) / sum(weights)
+        # [BLOCK]: the source of each row, and how many rows it had before
+        self.source = np.zeros(BLOCK, np.int64)
+        self.before = np.zeros(BLOCK, np.int64)
+        self.counts = np.zeros(len(datasets), np.int64)
+        for n in range(BLOCK):
+            source = np.argmax(shares * (n + 1) - self.counts)
+            self.source[n] = source
+            self.before[n] = self.counts[source]
+            self.counts[source] += 1
+        for name, share, count in zip(names, shares, self.counts, strict=True):
+            if not count:
+                told = f"data.sources: {name!r} has {share:.2g} of all weights"
+                raise InputError(f"{told}, which is less than a row in {BLOCK:,} (give it more)")
+        abouts = [getattr(dataset, "about", "") for dataset in datasets]
+        self.about = "\n".join(
+            f"{name}: {share:.2%} of the rows, {len(dataset):,} in all{about and '; '}{about}"
+            for name, share, dataset, about in zip(names, shares, datasets, abouts, strict=True)
+        )
+        # of chats: the prompt that replies follow, if it is one for all
+        asked = {getattr(dataset, "asks", None) for dataset in datasets}
+        self.asks = asked.pop() if len(asked) == 1 else None
+
+    def __len__(self) -> int:
+        """Return the number of rows before the first that comes again."""
+        ends = []
+        for source, dataset in enumerate(self.datasets):
+            block, rest = divmod(len(dataset), int(self.counts[source]))
+            ends.append(block * BLOCK + np.flatnonzero(self.source == source)[rest])
+        return int(min(ends))
+
+    def place(self, n: int) -> tuple[int, int]:
+        """Return the source of row n, and which of its rows that is."""
+        block, n = divmod(int(n), BLOCK)
+        source = int(self.source[n])
+        return source, block * int(self.counts[source]) + int(self.before[n])
+
+    def row(self, n: int) -> dict[str, Tensor]:
+        source, number = self.place(n)
+        row = self.datasets[source].row(number)
+        return row | {"sources": torch.full_like(row["tokens"], source)}
+
+    def origin(self, n: int) -> str:
+        source, number = self.place(n)
+        return f"{self.names[source]}: {self.datasets[source].origin(number)}"
