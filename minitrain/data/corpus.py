@@ -92,8 +92,9 @@ class Corpus:
         for number, place, count in parts:
             store = self.which[number]
             begin = int(self.starts[number]) + place
-            first, _ = places.get(store, (begin, 0))
-            places[store] = first, begin + count - 1
+            last = begin + count - 1
+            first, _ = places.get(store, (begin, last))
+            places[store] = first, last
         return ", ".join(
             f"{self.stores[store].file} tokens {first} to {last}"
             for store, (first, last) in places.items()

@@ -38,8 +38,11 @@ def open_sources(config: Config) -> tuple[Mixed, Mixed | None]:
     weights = [source.weight for source in config.data.sources]
     opened = [open_dataset(replace(config, data=data)) for data in sources.values()]
     trained, held = zip(*opened, strict=True)
-    mixed = Mixed(trained, list(sources), weights)
-    return mixed, Mixed(held, mixed.names, weights) if config.data.validation else None
+    names = list(sources)
+    mixed_held = None
+    if config.data.validation:
+        mixed_held = Mixed(held, names, weights)
+    return Mixed(trained, names, weights), mixed_held
 
 
 def with_steps(config: Config, rows: int, per_step: int) -> Config:

@@ -35,15 +35,15 @@ class Mixed:
             self.source[n] = source
             self.before[n] = self.counts[source]
             self.counts[source] += 1
-        for name, share, count in zip(names, shares, self.counts, strict=True):
+        lines = []
+        for name, share, count, dataset in zip(names, shares, self.counts, datasets, strict=True):
             if not count:
                 told = f"data.sources: {name!r} has {share:.2g} of all weights"
                 raise InputError(f"{told}, which is less than a row in {BLOCK:,} (give it more)")
-        abouts = [getattr(dataset, "about", "") for dataset in datasets]
-        self.about = "\n".join(
-            f"{name}: {share:.2%} of the rows, {len(dataset):,} in all{about and '; '}{about}"
-            for name, share, dataset, about in zip(names, shares, datasets, abouts, strict=True)
-        )
+            lines.append(f"{name}: {share:.2%} of the rows, {len(dataset):,} in all")
+            if about := getattr(dataset, "about", ""):
+                lines.append(f"{name}: {about}")
+        self.about = "\n".join(lines)
         # of chats: the prompt that replies follow, if it is one for all
         asked = {getattr(dataset, "asks", None) for dataset in datasets}
         self.asks = asked.pop() if len(asked) == 1 else None
@@ -53,14 +53,16 @@ class Mixed:
         ends = []
         for source, dataset in enumerate(self.datasets):
             block, rest = divmod(len(dataset), int(self.counts[source]))
-            ends.append(block * BLOCK + np.flatnonzero(self.source == source)[rest])
-        return int(min(ends))
+            places = np.flatnonzero(self.source == source)
+            ends.append(block * BLOCK + int(places[rest]))
+        return min(ends)
 
     def place(self, n: int) -> tuple[int, int]:
         """Return the source of row n, and which of its rows that is."""
         block, n = divmod(int(n), BLOCK)
         source = int(self.source[n])
-        return source, block * int(self.counts[source]) + int(self.before[n])
+        number = block * self.counts[source] + self.before[n]
+        return source, int(number)
 
     def row(self, n: int) -> dict[str, Tensor]:
         source, number = self.place(n)

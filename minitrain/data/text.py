@@ -226,7 +226,13 @@ def _open_documents(
         own = tokenizer_file(data.tokenizer)
         seen = [*files, *(with_companions(own) if own else [])]
         stamps = [(str(file.resolve()), stamp_of(file)) for file in seen]
-        made_of = (data.kind, data.field, data.on_error, tokenizer.below, stamps)
+        made_of = (
+            data.kind,
+            data.field,
+            data.on_error,
+            tokenizer.below,
+            stamps,
+        )
         corpus = keep_tokens(documents, tokenizer, data.cache, made_of, skips)
     else:
         if data.validation:
