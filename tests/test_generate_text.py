@@ -54,7 +54,9 @@ def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name)
     generate.main(words)
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == expected
     generate.main([*words, "--out", str(tmp_path / "out.jsonl"), "--n", "2"])
-    assert capsys.readouterr().out == f"{tmp_path}/out.jsonl holds 6 answers\n"
+    assert capsys.readouterr().out.startswith(
+        f"{tmp_path}/out.jsonl holds 6 answers, each a line with prompt and text\nnext: "
+    )
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert written == [line for line in expected for _ in range(2)]
 

@@ -5,6 +5,7 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 
 from minitrain.data.chat import encode_question, end_of_reply
 from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
@@ -122,7 +123,10 @@ def write_answers(options: Namespace, prompts: list[str], answers: list[str]) ->
         sys.stdout.write("".join(lines))
     else:
         Path(options.out).write_text("".join(lines), encoding="utf-8")
-        print(f"{options.out} holds {len(lines):,} answers")
+        print(f"{options.out} holds {len(lines):,} answers, each a line with prompt and text")
+        print(
+            f"next: minitrain evaluate --chat --model {quote(options.model)} FILE compares answers"
+        )
 
 
 def converse(

@@ -55,6 +55,7 @@ def run(options: Namespace) -> None:
     }
     if options.prompts == "shapes":
         print(draw_shapes(model, options.out, **way))
+        print(f"next: open {Path(options.out).with_suffix('.apng')}, where they move, in a browser")
         return
     if options.size is None:
         raise InputError(
@@ -76,10 +77,11 @@ def run(options: Namespace) -> None:
             if len(latents) > 1:
                 file = file.with_stem(f"{file.stem}-{number}")
             write_mp4(file, encoders.decode(video))
-            print(f"wrote {file}")
+            print(f"wrote {file}: open it in a player of videos")
     else:
         write_tensors({"latents": latents}, options.out)
-        print(f"{options.out} holds latents of {len(latents)} videos (.mp4 with --encoders)")
+        print(f"{options.out} holds latents of {len(latents)} videos")
+        print("next: the same command with --encoders makes an .mp4 file of lines of text")
 
 
 def embed_lines(

@@ -4,6 +4,7 @@ import shutil
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from minitrain.data.chat import end_of_reply
 from minitrain.data.chat_templates import choose_template
@@ -48,6 +49,8 @@ def merge(options: Namespace) -> None:
     if template.exists():
         shutil.copyfile(template, Path(options.out, CHAT_TEMPLATE))  # of bytes, too
     print(f"{options.out} holds the model with the adapters merged into it")
+    videos = "" if isinstance(model, Decoder) else "--task diffusion "
+    print(f"next: minitrain generate {videos}--model {quote(options.out)} (see its --help)")
 
 
 def chat_end(tokenizer: Tokenizer | None, template: Path) -> int | None:
