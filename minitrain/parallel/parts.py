@@ -55,8 +55,8 @@ def use_local_tensors(unit: Module, inputs: tuple) -> None:
     It runs after FSDP's own hook.
     The local tensors are attributes that hide the parameters of the same names. They are views of
     the memory that FSDP gathers into, frees and gathers into again. So they also serve when the
-    backward pass recomputes the block. Elsewhere read `named_parameters()`: the attributes are those
-    of the last forward pass.
+    backward pass recomputes the block. Elsewhere, read `named_parameters()`: the attributes are
+    those of the last forward pass.
     """
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):

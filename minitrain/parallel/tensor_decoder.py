@@ -122,9 +122,9 @@ def dispatch_to_all(
     weights: Tensor,
     experts: "Experts",
 ) -> Tensor:
-    """Run `dispatch` on the tokens of all tensor-parallel ranks; return the result for this rank's.
+    """Run `dispatch` on the tokens of all tensor-parallel ranks, and sum the results over ranks.
 
-    Each rank has some channels of all experts, so the results of the ranks are summed.
+    A rank has some channels of all experts, so it computes one term of each token's result.
     x: [tokens, width], this rank's tokens, as the result; indices, weights: [tokens, top_k].
     """
     # [tokens x tp, ...]; the collectives take [batch, seq, width], so all tokens are one sequence
