@@ -21,14 +21,10 @@ def number(default: float, least: float, most: float = 2**63 - 1) -> Any:
 
 @dataclass
 class Model:
-    """The model: `model: NAME`, `model: FOLDER`, or a mapping of the fields below.
+    """The model: `model: NAME`, `model: FOLDER`, or a mapping of the fields below."""
 
-    name: of the zoo, with random weights. path: a folder in Hugging Face layout; training starts
-    from its weights.
-    """
-
-    name: str = ""
-    path: str = ""
+    name: str = ""  # of the zoo, with random weights
+    path: str = ""  # a folder in Hugging Face layout, whose weights training starts from
     config: Any = None  # a DecoderConfig, or a WanConfig if the task is diffusion
 
 
@@ -36,11 +32,11 @@ class Model:
 class Source:
     """One of the data's sources that are mixed. What it leaves out is as in `data`."""
 
-    path: str | list[str] = ""
+    path: str | list[str] = ""  # files, folders or globs
     weight: float = 1.0  # rows are taken by it, in any unit: shares are of the sum
     name: str = ""  # metrics.jsonl has its loss as loss/NAME; default: the path
-    kind: Literal["text", "jsonl", "tokens"] | None = None
-    field: str | None = None
+    kind: Literal["text", "jsonl", "tokens"] | None = None  # default: data.kind
+    field: str | None = None  # default: data.field
 
     @property
     def label(self) -> str:
@@ -87,14 +83,11 @@ class Data:
 
 @dataclass
 class Batch:
-    """Batch sizes. global: sequences per optimizer step over all ranks; micro: per rank and forward pass.
+    """Batch sizes. For diffusion a sequence is a video, in patches."""
 
-    For diffusion a sequence is a video, and seq_len the patches that it has, or has at most.
-    """
-
-    global_: int = number(8, 1, 1 << 24)
-    micro: int = number(8, 1)
-    seq_len: int = number(1024, 1, 1 << 30)
+    global_: int = number(8, 1, 1 << 24)  # sequences per optimizer step, over all ranks
+    micro: int = number(8, 1)  # sequences per rank and forward pass
+    seq_len: int = number(1024, 1, 1 << 30)  # tokens of a sequence, or the most patches of a video
 
 
 @dataclass
@@ -123,6 +116,7 @@ class Parallel:
     context: Literal["allgather", "ulysses"] = "allgather"
     # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
     async_tp: bool = False
+    # of pipeline stages: see parallel/pipeline.py
     schedule: Literal[
         "GPipe",
         "1F1B",
@@ -143,7 +137,7 @@ class Parallel:
 class Optim:
     """The optimizer and its learning-rate schedule: see training/optim.py."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd"] = "adamw"  # sgd: without momentum
     lr: float = number(3e-4, 0)  # the highest of the schedule
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
     eps: float = 1e-8  # of AdamW
@@ -176,27 +170,21 @@ class Fp8:
 
 @dataclass
 class Validation:
-    """Validation every `every` steps (0: never) and after the last, on `batches` held-out batches.
+    """Validation on what is held out, while training and after the last step."""
 
-    exact_match: fine-tuning; this many held-out chats are answered by the trained model and
-    compared (0: none).
-    """
-
-    every: int = number(0, 0)
-    batches: int = number(8, 1)
+    every: int = number(0, 0)  # steps; 0: never
+    batches: int = number(8, 1)  # held-out batches of batch.global
+    # held-out chats that are answered at the end and compared; 0: none
     exact_match: int = number(0, 0)
 
 
 @dataclass
 class Checkpoint:
-    """Checkpoints every `every` steps, `minutes` after the one before (0: never) and after the last.
+    """Checkpoints, while training and after the last step."""
 
-    keep: so many stay on disk.
-    """
-
-    every: int = number(0, 0)
-    minutes: float = number(10.0, 0)
-    keep: int = number(2, 1)
+    every: int = number(0, 0)  # steps; 0: only by time and at the end
+    minutes: float = number(10.0, 0)  # after the one before; 0: not by time
+    keep: int = number(2, 1)  # the newest ones that stay on disk
     asynchronous: bool = False  # training goes on while one is written
     resume: bool = True  # from the newest complete checkpoint under out_dir, if there is one
 
@@ -248,27 +236,35 @@ class GRPO:
     weights once for every batch.global of them.
     """
 
-    prompts: int = number(16, 1, 1 << 24)
-    group: int = number(8, 1, 1 << 24)
+    prompts: int = number(16, 1, 1 << 24)  # problems per step
+    group: int = number(8, 1, 1 << 24)  # responses to each of them
     # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
     reward: str = "exact"
     # of the lines of data.path; default: the first usual name in a line (data/problems.py)
     prompt_key: str = ""
-    answer_key: str = ""
+    answer_key: str = ""  # of the lines of data.path, too: what the reward compares with
     mock_digits: int = number(4, 1, 1000)  # data.kind=mock: the length of the texts to be reversed
+    # taken off a reward: the mean of its group, with or without itself
     baseline: Literal["group", "leave_one_out"] = "leave_one_out"
-    std_scaling: bool = True
+    std_scaling: bool = True  # divide advantages by the standard deviation of their group
+    # of probabilities now and when the step began, for each token or as a mean over its response
     ratio: Literal["token", "sequence"] = "token"
+    # what limits that ratio: see grpo/objective.py
     surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
-    clip_low: float = number(0.2, 0, RATIO)
-    clip_high: float = number(0.2, 0, RATIO)
+    clip_low: float = number(0.2, 0, RATIO)  # the ratio's limits are 1 - clip_low ...
+    clip_high: float = number(0.2, 0, RATIO)  # ... and 1 + clip_high
+    # where advantages are negative, the loss is at most so many times them; null: no limit
     dual_clip: float | None = None
+    # what counts alike in a step's mean loss: tokens, or responses
     aggregation: Literal["token", "sequence", "constant"] = "token"
     # weight of the divergence from the initial policy; with adapters, from the base model
     kl: float = number(0.0, 0)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of that divergence (Schulman's k1, k2, k3)
+    # correct for what differs between sampler and trainer: limit a token's weight, or leave it out
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
+    # below it a weight is raised to it, or with mask left out
     importance_low: float = number(0.0, 0, RATIO)
+    # above it a weight is lowered to it, or with mask left out
     importance_high: float = number(2.0, 0, RATIO)
     # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
     generations: int = number(1, 1, 1000)
@@ -285,7 +281,7 @@ class GRPO:
     offload: bool = False
     # of supervised training on the answers, before the first step
     warmup_steps: int = number(0, 0, 1 << 20)
-    warmup_lr: float = number(1e-3, 0)
+    warmup_lr: float = number(1e-3, 0)  # the learning rate of that
     eval_samples: int = number(8, 1, 1 << 20)  # per held-out prompt, for pass@k
     # steps whose responses stay in out_dir/rollouts, the newest ones; 0: all
     keep_rollouts: int = number(100, 0)
@@ -296,7 +292,7 @@ class DPO:
     """Learning from pairs of replies: see training/dpo.py."""
 
     beta: float = number(0.1, 1e-6)  # higher: the model stays closer to the one it starts from
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # DPO's, or IPO's square around a margin
     length_normalized: bool = False  # log-probabilities are means over a reply's tokens
 
 
@@ -322,21 +318,21 @@ TARGETS = (
 class Lora:
     """Low-rank adapters; with them, whatever the task, only they are trained.
 
-    targets: what to adapt, see `find_targets`. dtype: of A and B; they compute in the type of their
-    input.
-    dropout: of the adapters' input (pre), as in peft, or of their update (post), as NeMo AutoModel
-    does by default: that keeps no second copy of the input.
-    path: what to start from, a folder in PEFT's format or a file of Wan's adapters (see
-    formats/peft.py), whose rank, alpha, rslora and targets then hold.
+    Dropout of the adapters' input (pre) is as in peft, of their update (post) as NeMo AutoModel has
+    it by default: that keeps no second copy of the input.
     """
 
-    rank: int = number(16, 1, LARGEST_RANK)
+    rank: int = number(16, 1, LARGEST_RANK)  # of the matrices A and B
     alpha: float = number(32.0, 0, LARGEST_ALPHA)  # updates are scaled by alpha / rank
-    dropout: float = 0.0
-    dropout_position: Literal["pre", "post"] = "pre"
+    dropout: float = 0.0  # the share of channels that adapters do not see, in training
+    dropout_position: Literal["pre", "post"] = "pre"  # of the adapters' input, or of their update
     rslora: bool = False  # by alpha / sqrt(rank)
+    # names of Linears, or the ends of them
     targets: list[str] = field(default_factory=lambda: list(TARGETS))
+    # of A and B as they are stored; they compute in the type of their input
     dtype: Literal["fp32", "bf16"] = "fp32"
+    # what to start from, a folder in PEFT's format or a file of Wan's adapters (formats/peft.py),
+    # whose rank, alpha, rslora and targets then hold
     path: str = ""
 
     @property
@@ -352,27 +348,25 @@ class Diffusion:
     at both ends if mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but
     for a uniform_share of the samples.
     shift: then sigma = shift u / (1 + (shift - 1) u), more noise for larger videos.
-    sigma_min, sigma_max: only sigmas between these are drawn, as often one beside the other as
-    without limits.
     weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of
     mean 1 over evenly spaced u (DiffSynth); sigma_sqrt, sigma^-2, and cosmap, 2 / (pi (1 - 2 sigma +
     2 sigma^2)), of Stable Diffusion 3 (diffusers).
-    reduction: sample, each video counts alike in a step; element, each element does, so a video by
-    its size.
-    text_dropout: the share of samples without their text, which classifier-free guidance needs (Ho
-    & Salimans 2022).
     """
 
+    # the distribution of u, from which sigmas are made: see above
     sampling: Literal["uniform", "logit_normal", "mode", "mixed"] = "uniform"
-    mean: float = 0.0
-    std: float = 1.0
-    mode_scale: float = 1.29
-    uniform_share: float = 0.1
-    shift: float = 3.0
-    sigma_min: float = 0.0
-    sigma_max: float = 1.0
+    mean: float = 0.0  # of logit_normal and mixed
+    std: float = 1.0  # of logit_normal and mixed
+    mode_scale: float = 1.29  # of mode
+    uniform_share: float = 0.1  # of mixed
+    shift: float = 3.0  # above 1: more noise, as larger videos need
+    sigma_min: float = 0.0  # only sigmas of at least this are drawn ...
+    sigma_max: float = 1.0  # ... and at most this, as often one beside the other as without limits
+    # of a sample's loss, by its sigma
     weighting: Literal["none", "linear", "bell", "sigma_sqrt", "cosmap"] = "none"
+    # what counts alike in a step: each video, or each element, so a video by its size
     reduction: Literal["sample", "element"] = "sample"
+    # the share without their text, which classifier-free guidance needs (Ho & Salimans 2022)
     text_dropout: float = 0.1
 
 
@@ -387,7 +381,7 @@ class Config:
     epochs: float = number(0.0, 0)  # above 0, in place of steps: passes over the data
     seed: int = number(0, 0, 2**63 - 1)  # of weights, order of the data and dropout
     out_dir: str = "out/run"  # for checkpoints, metrics and the result
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)
     parallel: Parallel = field(default_factory=Parallel)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from minitrain import train
+from minitrain import settings, train
 from minitrain.errors import InputError
 from minitrain.run.config import from_dict, load
 from minitrain.run.config_yaml import read_yaml
@@ -96,3 +96,13 @@ def test_help_and_mistyped_words_do_not_wait_for_torch(words):
         [sys.executable, "-c", WITHOUT_TORCH, *words.split()], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_setting_has_a_comment():
+    kinds = [kind for kind in vars(settings).values() if dataclasses.is_dataclass(kind)]
+    assert Config in kinds and len(kinds) > 12
+    for kind in kinds:
+        told = comments(kind)
+        for field in dataclasses.fields(kind):
+            is_section = kind is Config and field.name in SECTIONS
+            assert is_section or told.get(field.name), f"{kind.__name__}.{field.name}"

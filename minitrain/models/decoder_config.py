@@ -85,35 +85,55 @@ class DecoderConfig:
     """A decoder's shape. Names follow Hugging Face's config.json where it has one."""
 
     family: str = "llama"  # which Hugging Face architecture reads and writes the checkpoint
+    # rows of the embedding
     vocab_size: int = 32000
+    # channels between layers
     hidden_size: int = 512
+    # channels inside an MLP
     intermediate_size: int = 1536
     num_layers: int = 8
+    # of queries
     num_attention_heads: int = 8
+    # of keys and values, each of which several heads of queries share
     num_key_value_heads: int = 8
+    # channels of a head
     head_dim: int = 64
+    # the longest sequence
     max_position_embeddings: int = 8192
     norm: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"
+    # added to the variance
     norm_eps: float = 1e-5
     mlp: str = "swiglu"  # swiglu, relu2, gelu with biases, or for experts only clamped_swiglu
+    # queries, keys and values have biases
     qkv_bias: bool = False
+    # attention's output has a bias
     o_bias: bool = False
+    # queries and keys are normalized, head by head
     qk_norm: bool = False
     position_embedding: Literal["rotary", "learned", "none"] = "rotary"
+    # base of the rotary frequencies
     rope_theta: float = 10000.0
+    # as in config.json, of rope_type llama3 or yarn
     rope_scaling: dict | None = None
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated
+    # the head is the embedding
     tie_word_embeddings: bool = False
     sliding_window: int = 0  # how many keys layers 0, 2, 4, ... see; 0: all layers see all
     sinks: bool = False  # a learned term in each head's softmax
     # above 0: multi-head latent attention, which uses this and the next four, and no head_dim
     kv_lora_rank: int = 0
+    # of queries; 0: they are projected at once
     q_lora_rank: int = 0
+    # channels of queries and keys that are not rotated
     qk_nope_head_dim: int = 0
+    # channels of them that are
     qk_rope_head_dim: int = 0
+    # channels of values
     v_head_dim: int = 0
     num_experts: int = 0  # 0: all MLPs are dense, and the next fields are not used
+    # experts that each token is sent to
     num_experts_per_tok: int = 1
+    # channels inside an expert
     moe_intermediate_size: int = 0
     first_k_dense_replace: int = 0  # the number of first layers that have no experts
     shared_expert_intermediate_size: int = 0  # of an expert that sees every token; 0: there is none
@@ -121,25 +141,36 @@ class DecoderConfig:
     expert_bias: bool = False  # router and experts have biases
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid has a selection bias, groups
     norm_topk_prob: bool = True  # the selected experts' weights are divided by their sum
+    # groups of experts ...
     n_group: int = 1
+    # ... of which each token selects so many first
     topk_group: int = 1
+    # of the experts' sum
     routed_scaling_factor: float = 1.0
     bias_update_speed: float = 0.0  # of the selection bias, after every step (DeepSeek-V3's gamma)
+    # weight of the loss that balances experts
     router_aux_loss_coef: float = 0.0
     # balance each sequence, rather than the tokens of a forward pass together
     seq_aux: bool = False
     fake_balanced_gate: bool = False  # experts in turn, whatever the token: for benchmarks
     layer_pattern: str = ""  # a letter per layer, see `parts`; empty: attention and MLP in each
+    # of a Mamba-2 mixer
     mamba_num_heads: int = 8
+    # channels of its heads
     mamba_head_dim: int = 64
     mamba_n_groups: int = 1  # heads of a group share B and C
+    # its state per channel
     ssm_state_size: int = 128
+    # taps of its convolution
     conv_kernel: int = 4
+    # tokens that it computes at once
     mamba_chunk_size: int = 128
     time_step_min: float = 0.0  # the least dt
+    # standard deviation of initial weights
     initializer_range: float = 0.02
     # divide what writes into the residual stream by sqrt(number of writers)
     scaled_residual_init: bool = False
+    # the token that begins a text
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None  # Llama 3.1 has several
     # other keys of the model's config.json, and its generation_config.json: exports keep them
