@@ -3,8 +3,7 @@
 import json
 import os
 import struct
-import subprocess
-import sys
+import tracemalloc
 from collections import Counter
 from itertools import chain, pairwise
 from pathlib import Path
@@ -262,19 +261,39 @@ def test_a_cache_that_was_not_finished_or_cannot_be_written(tmp_path):
         open_data(data, 4, 258, 0)
 
 
-def test_processes_that_begin_together_make_one_cache(tmp_path):
+def test_a_cache_that_is_damaged(tmp_path):
+    """As after a power cut: told in a line, and made anew where either file is gone."""
+    file, cache = tmp_path / "a.txt", tmp_path / "cache"
+    file.write_text("some text " * 9)
+    data = Data("text", str(file), cache=str(cache))
+    plain, _ = open_data(Data("text", str(file)), 8, 258, 0)
+    same(open_data(data, 8, 258, 0)[0], plain)
+    [index], [tokens] = cache.glob("*.npz"), cache.glob("*.tokens")
+    whole = index.read_bytes(), tokens.read_bytes()
+    for n in (0, 100, len(whole[0]) - 1):
+        index.write_bytes(whole[0][:n])
+        with pytest.raises(InputError, match=rf"^{index} and the tokens beside it are damaged \(remove them\)$"):
+            open_data(data, 8, 258, 0)
+    index.write_bytes(whole[0])
+    tokens.write_bytes(whole[1][:-2])
+    with pytest.raises(InputError, match="are damaged"):
+        open_data(data, 8, 258, 0)
+    for gone in (index, tokens):
+        gone.unlink()
+        same(open_data(data, 8, 258, 0)[0], plain)
+    assert (index.exists(), tokens.read_bytes()) == (True, whole[1])
+
+
+def sums(folder: Path, cache: str) -> list[int]:
+    data, _ = open_data(Data("text", str(folder / "*.txt"), cache=cache), 64, 258, 0)
+    return [data.row(n)["tokens"].sum().item() for n in range(50)]
+
+
+def test_processes_that_begin_together_make_one_cache(pool, tmp_path):
     for n in range(50):
         (tmp_path / f"{n}.txt").write_text(f"text {n} " * 200)
-    program = f"""
-from minitrain.data.text import open_data
-from minitrain.settings import Data
-data, _ = open_data(Data("text", {str(tmp_path / "*.txt")!r}, cache={str(tmp_path / "cache")!r}), 64, 258, 0)
-print([data.row(n)["tokens"].sum().item() for n in range(50)])
-"""
-    runs = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    told = {run.communicate()[0] for run in runs}
-    plain, _ = open_data(Data("text", str(tmp_path / "*.txt")), 64, 258, 0)
-    assert told == {f"{[plain.row(n)['tokens'].sum().item() for n in range(50)]}\n"}
+    assert pool.run(4, sums, tmp_path, str(tmp_path / "cache")) == [sums(tmp_path, "")] * 4
+    assert len(list((tmp_path / "cache").iterdir())) == 3
 
 
 def trained_tokenizer(folder: Path, text: str) -> str:
@@ -321,27 +340,17 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kin
     assert epoch_of(skipped) == epoch_of(whole) and "1 skipped" in skipped.about
 
 
-PEAK = """
-import resource, sys
-from minitrain.data.text import open_data
-from minitrain.settings import Data
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-before = peak()
-data, held = open_data(Data(sys.argv[1], sys.argv[2], cache=sys.argv[3], validation=float(sys.argv[4])), 2048, 258, 0)
-for n in range(200):
-    data.row(n)
-print(peak() - before)
-"""
-
-
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_a_file_larger_than_the_memory_it_takes(tmp_path, kind):
-    """16 MB, which would be 32 MB of tokens, and as a text 32 MB more to read it."""
+    """16 MB, which are 32 MB of tokens, and as a text 32 MB more to read it."""
     line = "x" * 200 + "\n"
     lines = line * 200 if kind == "text" else (json.dumps({"text": line * 20}) + "\n") * 10
     (tmp_path / "a").write_text(lines * 400)
-    share = "0" if kind == "text" else "0.1"
-    words = [sys.executable, "-c", PEAK, kind, str(tmp_path / "a"), str(tmp_path / "cache"), share]
-    mebibytes = int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-    assert mebibytes < 16
+    for cache in (str(tmp_path / "cache"), ""):
+        tracemalloc.start()
+        data, _ = open_data(Data(kind, str(tmp_path / "a"), cache=cache), 2048, 258, 0)
+        for n in range(50):
+            data.row(n)
+        peak = tracemalloc.get_traced_memory()[1] / 1e6
+        tracemalloc.stop()
+        assert peak < 8 if cache else peak > 32

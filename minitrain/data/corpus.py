@@ -21,7 +21,7 @@ from minitrain.data.chat import LONGEST_TOKEN, encode_after
 from minitrain.data.records import Skips
 from minitrain.data.token_files import TokenFile, stamp_of
 from minitrain.data.tokenizer import Tokenizer
-from minitrain.errors import refused
+from minitrain.errors import InputError, refused
 
 
 @dataclass
@@ -151,20 +151,32 @@ def keep_tokens(
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not index.exists():
+            if not (index.exists() and file.exists()):
                 with file.open("wb") as out:
                     lengths, sizes = write_tokens(documents, tokenizer, out)
                 skipped = [str(skips.count), skips.first]
                 written = file.with_suffix(".part.npz")
                 np.savez(written, lengths=lengths, sizes=sizes, skipped=skipped)
                 written.rename(index)
+        return _read_kept(file, index, token_dtype(tokenizer), skips)
+
+
+def _read_kept(file: Path, index: Path, dtype: np.dtype, skips: Skips) -> Corpus:
+    """Return the corpus of a file that `keep_tokens` wrote. Raises InputError if it is damaged."""
+    stamp = stamp_of(file)
+    try:
         with np.load(index) as kept:
             lengths = kept["lengths"]
             sizes = kept["sizes"]
             skips.count = int(kept["skipped"][0])
             skips.first = str(kept["skipped"][1])
-        dtype = token_dtype(tokenizer)
-        store = TokenFile(file, dtype, 0, lengths, np.iinfo(dtype).max + 1, stamp_of(file))
+        whole = stamp[0] == lengths.sum() * dtype.itemsize
+    # NumPy and zipfile raise nearly anything for a damaged file
+    except Exception:
+        whole = False
+    if not whole:
+        raise InputError(f"{index} and the tokens beside it are damaged (remove them)")
+    store = TokenFile(file, dtype, 0, lengths, np.iinfo(dtype).max + 1, stamp)
     return _in_one(store, lengths, sizes)
 
 

@@ -17,6 +17,7 @@ precision = dtype torch_dtype mixed_precision fp16 amp param_dtype model_dtype
 compile = torch_compile use_compile
 recompute=full = gradient_checkpointing activation_checkpointing checkpoint_activations enable_gradient_checkpointing
 data.path = dataset dataset_name dataset_path data_path data_dir train_file train_files train_data
+data.sources = datasets data_blend blend mixture data_mixture dataset_mixer
 data.kind = dataset_type data_type
 data.tokenizer = tokenizer tokenizer_name tokenizer_path tokenizer_name_or_path
 data.template = chat_template
