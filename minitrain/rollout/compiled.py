@@ -1,4 +1,4 @@
-"""Compiled decoder blocks for decoding steps.
+"""Compiled decoder blocks for decoding steps, and for prefills on CUDA.
 
 With few tokens a step's time is the number of its kernels: some 45 in an eager block of Llama.
 
@@ -12,8 +12,11 @@ Layers of one kind share graphs, since weights are inputs. A graph is compiled f
 of rows, again for any number when a second one comes, and once more for a single row. Where several
 ranks share a model, their collectives are part of the graphs. Importing this file takes seconds.
 
-Left out: prefill, whose products are large; Mamba's scan, which the cache runs; steps that send
-tokens to other ranks' experts or gather weights; on CUDA, steps without a CUDA graph.
+A prefill on CUDA is compiled like a decoding step: 7 kernels per block, not 24, save a tenth of its
+time.
+
+Left out: prefill on the CPU, whose products are large; Mamba's scan, which the cache runs; steps
+that send tokens to other ranks' experts or gather weights; on CUDA, decoding without a CUDA graph.
 """
 
 from collections.abc import Callable
@@ -27,7 +30,7 @@ from torch.compiler import config
 from minitrain.models.decoder import Block
 from minitrain.rollout.caches import MambaCache, PagedKVCache
 from minitrain.rollout.cpu_attention import attend_with_lse, write_and_attend
-from minitrain.rollout.steps import split_kv, write
+from minitrain.rollout.steps import PromptStep, split_kv, write
 
 # graphs of one function: kinds of layers x 3 numbers of rows x models
 RECOMPILE_LIMIT = 64
@@ -73,6 +76,21 @@ class OpaqueCache:
     def mix(self, *args) -> Tensor:
         # [1, rows, groups, heads, head_dim]
         return self.layer.mix(*args)
+
+
+class PromptCache(OpaqueCache):
+    """A layer's cache in a prefill, as a graph break.
+
+    It is a class of its own, so that graphs of many tokens and those of few rows stay apart.
+    """
+
+    def __init__(self, layer: PagedKVCache | MambaCache):
+        super().__init__(layer)
+        self.output_unused = layer.output_unused
+
+    def attend(self, *args) -> Tensor:
+        # [1, heads, tokens, head_dim]
+        return self.attend_and_write(*args)
 
 
 class TracedCache:
@@ -134,6 +152,8 @@ def cache_for_compiler(
     """Wrap a layer's cache for use in a compiled block."""
     if layer is None:
         return None
+    if isinstance(layer.caches.step, PromptStep):
+        return PromptCache(layer)
     on_cpu = isinstance(layer, PagedKVCache) and layer.pools and layer.pools[0].device.type == "cpu"
     # which rows share a prefix changes from step to step, and a graph would hold only for those
     return TracedCache(layer) if on_cpu and not layer.caches.step.shared else OpaqueCache(layer)

@@ -27,6 +27,7 @@ import gc
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -285,6 +286,10 @@ class Sampler:
 
     # --------------------------------------------------------------------------------------------------------- steps
 
+    @property
+    def compiles_prefill(self) -> bool:
+        return self.compiles and self.device.type == "cuda"
+
     def _prefill(self, chunks: list[tuple[Prefill, int]]) -> None:
         """Compute and cache the next tokens of prompts. chunks: (prefill, number of tokens)."""
         size = self.settings.page_size
@@ -302,13 +307,14 @@ class Sampler:
         # each [tokens]
         tokens, positions, *kv_index = on_device(entries, self.device).T.contiguous()
         self.caches.step = PromptStep(tuple(kv_index), step_chunks)
-        self.model(
-            tokens[None],
-            positions=positions[None],
-            # no logits: a prompt's last token is left to the first decoding step
-            head=lambda hidden, *_: hidden,
-            cache=self.caches,
-        )
+        with self.weights.compiled() if self.compiles_prefill else nullcontext():
+            self.model(
+                tokens[None],
+                positions=positions[None],
+                # no logits: a prompt's last token is left to the first decoding step
+                head=lambda hidden, *_: hidden,
+                cache=self.caches,
+            )
         for prefill, count in chunks:
             self.scheduler.prefilled(prefill, count)
 

@@ -50,8 +50,8 @@ def emulate(arguments: argparse.Namespace) -> None:
         config = dataclasses.replace(config, precision="bf16-pure")
         count, longest = config.batch.global_ * config.grpo.group, config.batch.seq_len
         sampler = Sampler(build_model(config, start(config)), settings=config.rollout, samples=count, longest=longest)
-        prompts = make_prompts(config, longest - config.rollout.max_tokens, 0)
-        step = lambda number: sample(sampler, config, prompts)  # noqa: E731
+        length = longest - config.rollout.max_tokens
+        step = lambda number: sample(sampler, config, make_prompts(config, length, number))  # noqa: E731
     else:
         trainer, (data, _) = Trainer(config, start(config)), open_dataset(config)
         step = partial(trainer.step, data)
