@@ -246,12 +246,12 @@ def run_case(case: Case, options) -> list[dict]:
             if rank() == 0:
                 print(f"{case.row}: {found}", flush=True)
             continue
-        free_memory()
+        release_memory()
         result = run(case.row, config, options) | added
         results.append(result)
         try:
             if options.versus and not options.generate:  # where both take turns from the start
-                free_memory()
+                release_memory()
                 length = options.steps, options.warmup
                 result |= versus(config, start(config), case.row, *length, options.versus)
         finally:  # ours is not lost where the other library fails, as where it needs more memory
@@ -262,7 +262,7 @@ def run_case(case: Case, options) -> list[dict]:
     return results
 
 
-def free_memory() -> None:
+def release_memory() -> None:
     """Free earlier models, which are full of cycles, so that this one's peak is its own."""
     gc.collect()
     if torch.cuda.is_available():

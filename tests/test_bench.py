@@ -19,7 +19,7 @@ from minitrain import benchmark as commands
 from minitrain import benchmark_cli
 from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.measure import load_row, result, row_name, token_flops
-from minitrain.bench.measure_sampling import decoding_figures, figures, make_prompts, measure_sampling
+from minitrain.bench.measure_sampling import decoding_figures, make_prompts, measure_sampling, sampling_figures
 from minitrain.bench.report import beside, details, in_width, markdown, sized, table
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
@@ -278,7 +278,7 @@ def test_figures_of_sampling_are_arithmetic():
     """A prompt of 768 tokens is computed once for 4 responses of 256; the other library took 3 s where ours took 2."""
     tree = {"model": "llama3-8b", "batch": {"global": 8, "micro": 1, "seq_len": 1024}, "grpo": {"group": 4}}
     config = from_dict(tree | {"rollout": {"max_tokens": 256}, "parallel": {"tp": 2}})
-    found = figures(config, "row", torch.device("cpu"), [[2.0, 3.0], [1.0, 5.0], [4.0, 6.0]], 1e12, 768)
+    found = sampling_figures(config, "row", torch.device("cpu"), [[2.0, 3.0], [1.0, 5.0], [4.0, 6.0]], 1e12, 768)
     assert found["tokens_per_sec_per_gpu"] == 8 * 4 * 256 / 2.0 / 2 and found["ratio"] is None
     shape, work = config.model.config, count_work(config.model.config)
     keys = 768 * 768 / 2 + 4 * (1024 * 1024 - 768 * 768) / 2  # what follows a prompt sees all of it

@@ -101,7 +101,7 @@ def test_a_real_step(device):
 
 def test_microseconds_of_the_profiler_are_seconds_of_the_step():
     events = [event("aten::mm", 0, 250_000, "cpu_op"), event("aten::mul", 250_000, 375_000, "cpu_op")]
-    with mock.patch("minitrain.bench.breakdown.recorded", return_value=events):
+    with mock.patch("minitrain.bench.breakdown.record_events", return_value=events):
         parts = step_breakdown(lambda: None, 1.0, torch.device("cpu"))
     assert parts == {"gemm": 0.25, "memory": 0.125, "gaps": 0.625}
 

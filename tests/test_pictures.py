@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from minitrain.bench.results import held_back, merge, predicted, read_results
+from minitrain.bench.results import held_back, merge_results, predicted, read_results
 from minitrain.errors import InputError
 from minitrain.run import curves, svg
 from tests.commands import ROOT
@@ -62,7 +62,7 @@ def test_accuracy_has_a_dot_at_each_rows_figures():
     text = (PICTURES / "accuracy.svg").read_text()
     across = ticks(text, "middle", "x")
     upward = {value: place - 4 for value, place in ticks(text, "end", "y").items()}
-    report = merge([result for file in RESULTS for result in read_results(str(file))], "")
+    report = merge_results([result for file in RESULTS for result in read_results(str(file))], "")
     rows = [row for rows in report.tables.values() for row in rows]
     dots = {dot.find(SVG + "title").text.split(":")[0]: dot for dot in elements(text, "circle")}
     assert len(rows) == len(dots) == 69

@@ -9,7 +9,7 @@ import pytest
 import bench
 from minitrain import benchmark
 from minitrain.bench.measure import compare, load_row, placed, published_step_time, rates
-from minitrain.bench.proxy import LEFT_OUT, cut, extrapolate, make_proxy, mixture, note, parse_counts
+from minitrain.bench.proxy import LEFT_OUT, cut_layers, extrapolate, make_proxy, mixture, note, parse_counts
 from minitrain.bench.report import label
 from minitrain.bench.rows import CONFIGS
 from minitrain.benchmark import write_result
@@ -42,7 +42,7 @@ def test_a_proxy_keeps_the_width_and_the_micro_batch_and_is_alone():
 def test_a_proxy_has_the_weights_of_no_file():
     config = load(DENSE)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path="a"), lora=Lora(path="b"))
-    found = cut(config, 4)
+    found = cut_layers(config, 4)
     assert found.model.path == "" and found.lora == Lora()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minitrain.bench.report import markdown
-from minitrain.bench.results import accuracy_cells, held_back, merge, read_results, summary
+from minitrain.bench.results import accuracy_cells, held_back, merge_results, read_results, summary
 from minitrain.bench.rows import published_rows
 from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config import load
@@ -46,7 +46,7 @@ def without_code(text: str) -> str:
 
 def simulated():
     files = sorted((ROOT / "results" / "simulated").glob("*.jsonl"))
-    return merge([result for file in files for result in read_results(str(file))], "")
+    return merge_results([result for file in files for result in read_results(str(file))], "")
 
 
 def test_readme_is_short():

@@ -27,7 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MESSAGES = "exposed communication"
-KINDS = {  # by what a name contains; the first that fits
+KERNEL_KINDS = {  # by what a name contains; the first that fits
     MESSAGES: ("nccl", "c10d", "gloo:"),
     "attention": (
         "sdpa",
@@ -58,7 +58,7 @@ KINDS = {  # by what a name contains; the first that fits
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 THIN = 100  # FLOPs per byte
 
-Span = tuple[float, float, str]  # begin and end in microseconds, and a kind
+MeasuredSpan = tuple[float, float, str]  # begin and end in microseconds, and a kind
 
 
 def profiled(
@@ -105,7 +105,7 @@ def step_breakdown(
     Raises RuntimeError if the profiler cannot record, as where a driver does not let it.
     """
     on_gpu = device.type == "cuda"
-    events = recorded(step, device, file, record_shapes=on_gpu)
+    events = record_events(step, device, file, record_shapes=on_gpu)
     parts = kernel_times(events) if on_gpu else operator_times(events)
     if not parts.total():
         raise RuntimeError("the profiler recorded nothing")
@@ -113,7 +113,7 @@ def step_breakdown(
     return spent | {"gaps": max(0.0, seconds - sum(spent.values()))}
 
 
-def recorded(
+def record_events(
     function: Callable[[], object], device: torch.device, file: Path | None = None, **options
 ) -> list[dict]:
     """Return the events of a Chrome trace of `function()`, kept in `file` (.json.gz) if given."""
@@ -142,7 +142,7 @@ def kind_of(name: str) -> str:
     # a fused kernel is named after all that is near it
     if name.startswith("triton_") and not name.startswith("triton_tem"):
         return "memory"
-    for kind, parts in KINDS.items():
+    for kind, parts in KERNEL_KINDS.items():
         if any(part in name for part in parts):
             return kind
     return "memory"
@@ -177,7 +177,7 @@ def is_thin(operator: dict) -> bool:
     return 2 * rows * inner * columns < THIN * size
 
 
-def covered(spans: Iterable[Span]) -> Counter[str]:
+def covered(spans: Iterable[MeasuredSpan]) -> Counter[str]:
     """Return microseconds by kind, where each moment counts for the span that began first."""
     parts = Counter()
     until = 0.0
@@ -212,7 +212,7 @@ def working_memory(function: Callable[[], object], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         function()
         return torch.cuda.max_memory_allocated(device) - before
-    events = recorded(function, device, profile_memory=True)
+    events = record_events(function, device, profile_memory=True)
     memory = [event for event in events if event["name"] == "[memory]"]
     memory.sort(key=lambda event: event["ts"])
     # releases are below 0

@@ -76,7 +76,7 @@ def measure_sampling(
     for step in progress(warmup + steps, row):
         prompts = make_prompts(config, length, step)
         seconds.append([timed(partial(run, prompts), device) for run in runs])
-    outcome = figures(config, row, device, seconds[warmup:], matmul, length)
+    outcome = sampling_figures(config, row, device, seconds[warmup:], matmul, length)
     totals = [each[0] for each in seconds[warmup:]]
     outcome |= decoding_figures(config, totals, firsts[warmup:], memory, dtype.itemsize)
     if profile:
@@ -171,7 +171,7 @@ def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> No
     model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
 
 
-def figures(
+def sampling_figures(
     config: Config, row: str, device, seconds: list[list[float]], matmul: float, length: int
 ) -> dict:
     """Return a row from the seconds of our runs, and of the other library's, if there is one.

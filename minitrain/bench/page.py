@@ -120,7 +120,7 @@ def write_report(files: list[str], folder: str) -> None:
     Raises InputError for what cannot be read or written.
     """
     lines = [result for file in files for result in results.read_results(file)]
-    report = results.merge(lines, date.today().isoformat())
+    report = results.merge_results(lines, date.today().isoformat())
     target = Path(folder)
     with refused(f"--out={folder} cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def bar(mode: str, figure: float, ratio: float) -> str:
     )
 
 
-def stack(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
+def stacked_bar(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
     """Return a bar of colored parts with their figures below. whole: what its full length is."""
     shown = {f"c{n}": part for n, part in enumerate(parts.items()) if part[1] > 0}
     boxes = "".join(
@@ -276,7 +276,7 @@ def memory_stack(result: dict) -> str:
     room = result.get("capacity_gib") or 0.0
     fits = "fits into" if result.get("fits") else "does not fit into"
     label = f"Peak memory {total:.1f} GiB, which {fits} {room:.0f} GiB of {result['device']}"
-    return stack(memory, max(total, room), "GiB", label)
+    return stacked_bar(memory, max(total, room), "GiB", label)
 
 
 def time_stack(result: dict) -> str:
@@ -285,7 +285,7 @@ def time_stack(result: dict) -> str:
         return ""
     seconds = {name: spent.get(kind, 0.0) for kind, name in TIME.items()}
     label = f"Step of {result['step_time_s']:.4g} s, first rank"
-    return stack(seconds, max(sum(seconds.values()), result["step_time_s"]), "s", label)
+    return stacked_bar(seconds, max(sum(seconds.values()), result["step_time_s"]), "s", label)
 
 
 def pipeline(lanes: list[str], step: float) -> str:
@@ -294,7 +294,7 @@ def pipeline(lanes: list[str], step: float) -> str:
     height = len(lanes) * (LANE + 3)
     busy = ", ".join(f"{1 - lane.count('.') / columns:.0%}" for lane in lanes)
     text = f"Pipeline of {len(lanes)} ranks over a step of {step:.4g} s; busy {busy}"
-    colors = {color: name for name, color in actions(lanes).items()}
+    colors = {color: name for name, color in timeline_actions(lanes).items()}
     key = color_key(colors | {"idle": "idle: the bubble"})
     return (
         f'<figure><div class="lanes" tabindex="0" role="region" aria-label="timeline"><svg role="img" '
@@ -303,7 +303,7 @@ def pipeline(lanes: list[str], step: float) -> str:
     )
 
 
-def actions(lanes: list[str]) -> dict[str, str]:
+def timeline_actions(lanes: list[str]) -> dict[str, str]:
     """Return the names of the actions that occur, with the class of each one's color."""
     drawn = "".join(lanes)
     return {name: f"c{n}" for n, (letter, name) in enumerate(ACTIONS.items()) if letter in drawn}

@@ -74,7 +74,7 @@ def make_proxy(config: Config, layers: int) -> Config:
         )
     }
     proxy = dataclasses.replace(
-        cut(config, layers),
+        cut_layers(config, layers),
         batch=dataclasses.replace(config.batch, global_=rows),
         parallel=Parallel(dp_shard=1, **kept),
         reference=config.reference | {"changed": ["model.num_layers", "parallel"]},
@@ -83,7 +83,7 @@ def make_proxy(config: Config, layers: int) -> Config:
     return proxy
 
 
-def cut(config: Config, layers: int) -> Config:
+def cut_layers(config: Config, layers: int) -> Config:
     """Return the config with so many layers and one rank's experts; its weights are of no file.
 
     A hybrid's layers are an even mixture of its kinds, in the same proportions.
@@ -139,7 +139,9 @@ def extrapolate(config: Config, small: dict, large: dict) -> dict:
     more time.
     """
     layers = [small["layers"], large["layers"]]
-    costs = [count_flops(cut(config, n), clean) for n in (*layers, config.model.config.num_layers)]
+    costs = [
+        count_flops(cut_layers(config, n), clean) for n in (*layers, config.model.config.num_layers)
+    ]
     times = [1 / result["tokens_per_sec_per_gpu"] for result in (small, large)]
     slope = (times[1] - times[0]) / (costs[1] - costs[0])
     if slope <= 0:

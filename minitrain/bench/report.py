@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from minitrain.errors import InputError, refused
-from minitrain.run.config_yaml import describe
+from minitrain.run.config_yaml import type_and_value
 
 KINDS = {
     float: "a number above 0",
@@ -15,7 +15,7 @@ KINDS = {
 }
 
 
-def read_lines(option: str, file: str) -> list[tuple[str, dict]]:
+def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
     """Return the object of each line of a file that --json wrote, behind its place for messages.
 
     Raises InputError.
@@ -42,7 +42,7 @@ def need(where: str, values: dict, kind: type, *names: str) -> None:
         value = values.get(name)
         is_number = isinstance(value, int | float) and 0 < value <= sys.float_info.max
         if not (is_number if kind is float else isinstance(value, kind)):
-            found = f", not {describe(value)}" if name in values else ""
+            found = f", not {type_and_value(value)}" if name in values else ""
             raise InputError(f"{where} needs {name}, {KINDS[kind]}{found}")
 
 
@@ -87,17 +87,17 @@ RARE = (  # of --wide: name, unit and key
 )
 
 
-def number(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
 def short(value: float | None) -> str:
-    return number(value, ",.0f" if value and value >= 1000 else ".4g")
+    return format_number(value, ",.0f" if value and value >= 1000 else ".4g")
 
 
 def column(results: list[dict], key: str, form: str) -> list[str]:
     """Return a figure of each result as text, empty where a result has none."""
-    return [number(result.get(key), form) for result in results]
+    return [format_number(result.get(key), form) for result in results]
 
 
 def sized(name: str, unit: str, results: list[dict], key: str) -> dict[str, list[str]]:

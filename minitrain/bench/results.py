@@ -12,13 +12,13 @@ from statistics import median, median_high
 
 from minitrain.bench.report import (
     by_column,
+    format_number,
     markdown,
     need,
     need_rates,
-    number,
     on_own_system,
-    read_lines,
     result_columns,
+    result_lines,
     short,
 )
 from minitrain.bench.rows import FIGURES, constants, read_reference, row_trees, typed
@@ -99,7 +99,7 @@ class Report:
 
 def read_results(file: str) -> list[dict]:
     """Return the lines of a file that --json wrote. Raises InputError."""
-    lines = read_lines("--report", file)
+    lines = result_lines("--report", file)
     for where, result in lines:
         need(where, result, str, "row", "mode", "device", "torch")
         if result["mode"] == "calibration":
@@ -136,7 +136,7 @@ def check_figures(where: str, result: dict) -> None:
         need(where, result, str, "left_out")
 
 
-def merge(results: list[dict], day: str) -> Report:
+def merge_results(results: list[dict], day: str) -> Report:
     """Return all published rows, with what there is of each."""
     report = Report({}, [], [], {}, day)
     rows = {name: Row(name, tree) for name, tree in row_trees().items()}
@@ -281,15 +281,15 @@ def table_line(row: Row, unit: str) -> dict[str, str]:
         if size > 1:
             layout.append(f"{name}={size}")
     found = {kind: row.results.get(kind, {}) for kind in MODES}
-    memory = {kind: number(r.get("peak_memory_gib"), ".1f") for kind, r in found.items()}
+    memory = {kind: format_number(r.get("peak_memory_gib"), ".1f") for kind, r in found.items()}
     return {
         "row": row.short_name,
-        **{f"{kind} ratio": number(r.get("ratio"), ".3f") for kind, r in found.items()},
+        **{f"{kind} ratio": format_number(r.get("ratio"), ".3f") for kind, r in found.items()},
         f"published {unit}": short(reference[row.figure]),
         **{kind: short(r.get(row.figure)) for kind, r in found.items()},
         **{f"{kind} GiB": gib for kind, gib in memory.items() if kind != "recipe"},
-        "published step s": number(reference.get("step_time_s"), ".4g"),
-        "published TFLOP/s": number(reference.get("tflops_per_gpu"), ".4g"),
+        "published step s": format_number(reference.get("step_time_s"), ".4g"),
+        "published TFLOP/s": format_number(reference.get("tflops_per_gpu"), ".4g"),
         "note": "*" if {"known_error", "differs"} & reference.keys() else "",
         "layout": ", ".join(layout),
     }

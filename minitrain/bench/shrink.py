@@ -37,7 +37,7 @@ from minitrain.run.launch import start
 from minitrain.run.parallel_checks import check_layout, stated_ranks, training_ranks
 from minitrain.settings import Batch, Config, Data, Model, Parallel, Validation
 
-VIDEO = [2, 8, 16]  # frames, height, width of latents, in patches of (1, 2, 2)
+SMALL_VIDEO = [2, 8, 16]  # frames, height, width of latents, in patches of (1, 2, 2)
 VIDEO_TOKENS = 64
 # at most, and a multiple of 8: two context ranks want four parts, two tensor ranks two of each
 SEQ_LEN = 128
@@ -60,7 +60,7 @@ def shrink(config: Config) -> Config:
     small = dataclasses.replace(
         config,
         model=Model(config=shrink_model(config.model.config, parallel)),
-        data=Data(size=VIDEO, text_tokens=8),
+        data=Data(size=SMALL_VIDEO, text_tokens=8),
         # files hold the real model's adapters
         lora=config.lora and dataclasses.replace(config.lora, path=""),
         device="cpu",
@@ -187,7 +187,7 @@ def run_shrunk(config: Config, row: str, steps: int, warmup: int) -> dict:
     with tempfile.TemporaryDirectory(prefix="minitrain-shrink-") as folder:
         arguments = (ranks, Path(folder), config, row, steps, warmup)
         try:
-            start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
+            start_processes(run_rank, arguments, nprocs=ranks, start_method="forkserver")
         except (ProcessExitedException, ProcessRaisedException) as error:
             for complaint in Path(folder).glob("error-*"):
                 raise InputError(complaint.read_text(encoding="utf-8")) from None
@@ -196,7 +196,7 @@ def run_shrunk(config: Config, row: str, steps: int, warmup: int) -> dict:
         return json.loads(Path(folder, "result").read_text(encoding="utf-8"))
 
 
-def work(
+def run_rank(
     rank: int, ranks: int, folder: Path, config: Config, row: str, steps: int, warmup: int
 ) -> None:
     """Run one rank's process, from start to end."""

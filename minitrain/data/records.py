@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minitrain.errors import InputError, readable
-from minitrain.formats.magic import kind_of_binary, kind_of_json, placeholder, read_head
+from minitrain.formats.magic import kind_of_binary, kind_of_json, read_head, stand_in_kind
 
 Parse = Callable[[dict, str], Any]
 # first bytes
@@ -114,7 +114,7 @@ def pieces_of(file: Path) -> Iterator[str]:
 def decode(raw: bytes, file: Path, place: int = 0) -> str:
     """Return the text of bytes that stand at `place` in a file."""
     # zeros are UTF-8, too
-    look = kind_of_binary if b"\0" in raw[:4096] else placeholder
+    look = kind_of_binary if b"\0" in raw[:4096] else stand_in_kind
     if what := look(file, raw):
         raise InputError(f"{file} is {what}")
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from minitrain.run import cli
 
-LARGEST = 99
+LARGEST_NUMBER = 99
 
 
 def main(arguments: list[str]) -> None:
@@ -48,10 +48,10 @@ def dialogue(generator: random.Random) -> list[dict[str, str]]:
     No result is above LARGEST or below 0.
     """
     messages = []
-    value = generator.randint(0, LARGEST)
+    value = generator.randint(0, LARGEST_NUMBER)
     for start in (f"{value} ", ""):
         if generator.random() < 0.5:
-            other = generator.randint(0, LARGEST - value)
+            other = generator.randint(0, LARGEST_NUMBER - value)
             sign = "+"
             result = value + other
         else:

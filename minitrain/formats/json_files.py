@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minitrain.errors import InputError, hub_hint
-from minitrain.formats.magic import kind_of_folder, placeholder, read_head
+from minitrain.formats.magic import kind_of_folder, read_head, stand_in_kind
 
 
 def read_json(file: Path) -> dict:
@@ -17,7 +17,7 @@ def read_json(file: Path) -> dict:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        if what := placeholder(file, read_head(file)):
+        if what := stand_in_kind(file, read_head(file)):
             raise InputError(f"{file} is {what}") from None
         raise InputError(
             f"{file}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}"

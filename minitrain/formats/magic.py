@@ -14,7 +14,7 @@ UNFINISHED = (
     ".aria2",
 )
 # first bytes of a file, with escapes as in Python, = its kind, and the way out
-TABLE = r"""
+SIGNATURES = r"""
 version https://git-lfs.github.com/spec = a pointer of git-lfs, not the file itself (git lfs pull)
 PK\x03\x04 = a zip archive, as numpy.savez and torch.save write (unpack it, or save its arrays as .npy)
 \x93NUMPY = a .npy file by another name (rename it)
@@ -45,7 +45,7 @@ LITPKDS = a packed dataset of lit-gpt, with a header of 24 bytes (save its token
 """
 MAGICS = {
     magic.encode().decode("unicode_escape").encode("latin1"): kind
-    for magic, kind in (line.split(" = ") for line in TABLE.strip().splitlines())
+    for magic, kind in (line.split(" = ") for line in SIGNATURES.strip().splitlines())
 }
 # PNG, GIF, JPEG; WebP, WAV, AVI; MP3, Ogg, FLAC; Matroska, WebM; MP4, MOV, HEIC
 MEDIA = rb"(?s)\x89PNG|GIF8|\xff\xd8\xff|RIFF|ID3|OggS|fLaC|\x1a\x45\xdf\xa3|.{4}ftyp"
@@ -57,7 +57,7 @@ def read_head(file: Path, length: int = 4096) -> bytes:
         return raw.read(length)
 
 
-def placeholder(file: Path, head: bytes) -> str:
+def stand_in_kind(file: Path, head: bytes) -> str:
     """Return the kind of a file that stands for another one; empty for all others."""
     if file.suffix in UNFINISHED:
         return "an unfinished download (finish it, or remove it)"
@@ -75,7 +75,7 @@ def kind_of_binary(file: Path, head: bytes) -> str:
         return "a picture, a sound or a video"
     if head[257:262] == b"ustar":
         return "a tar archive (unpack it)"
-    return placeholder(file, head) or next(
+    return stand_in_kind(file, head) or next(
         (what for magic, what in MAGICS.items() if head.startswith(magic)), ""
     )
 

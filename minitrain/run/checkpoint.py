@@ -36,7 +36,7 @@ from minitrain.run.checkpoint_files import (
     IndexedReader,
     Writer,
     await_file,
-    clean,
+    clean_up,
     complete_steps,
     delete,
     find_damage,
@@ -88,13 +88,13 @@ class Checkpointer:
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
         self.bases: dict[Module, str] = {}
-        self._lead(clean, self.folder)
+        self._lead(clean_up, self.folder)
         self._check_shared()
 
     def _check_shared(self) -> None:
         own = f"step-{secrets.token_hex(8)}.tmp", socket.gethostname()
         name, node = gather(own, self.group)[0]
-        # `clean` removes it should it stay
+        # `clean_up` removes it should it stay
         probe = self.folder / name
         self._lead(probe.touch)
         try:
@@ -234,7 +234,7 @@ class Checkpointer:
         final = self._path(step)
         replaced = final.with_suffix(".old")
         if final.exists():
-            # `clean` brings it back should the next line not be reached
+            # `clean_up` brings it back should the next line not be reached
             final.replace(replaced)
         temporary.replace(final)
         sync_folder(self.folder)

@@ -38,7 +38,7 @@ from minitrain.run.durable import write_synced
 DESCRIPTION = "extra.json"
 INDEX = ".metadata"
 BLOCK = 1 << 22  # bytes that are read at once
-PATIENCE = 60.0  # seconds for which a node may go on seeing an older state of a folder on NFS (its acdirmax)
+FILE_PATIENCE = 60.0  # seconds for which a node may go on seeing an older state of a folder on NFS (its acdirmax)
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO)
 
 Sum = list[int]  # a file's size in bytes and CRC-32
@@ -290,7 +290,7 @@ def complete_steps(folder: Path) -> list[int]:
     )
 
 
-def clean(folder: Path) -> None:
+def clean_up(folder: Path) -> None:
     """Make the folder, or remove what a killed run left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("step-*.old"):
@@ -304,9 +304,9 @@ def clean(folder: Path) -> None:
 def await_file(file: Path, node: str) -> None:
     """Return once this rank sees what rank 0, on `node`, has just made.
 
-    Raises InputError after PATIENCE.
+    Raises InputError after FILE_PATIENCE.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + FILE_PATIENCE
     while not file.exists():
         if time.monotonic() > deadline:
             raise InputError(

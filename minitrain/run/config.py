@@ -16,8 +16,8 @@ from minitrain.run.config_yaml import (
     as_mapping,
     check_known,
     convert,
-    describe,
     read_tree,
+    type_and_value,
 )
 from minitrain.settings import Config, Lora, Model
 
@@ -84,7 +84,9 @@ def _read_model(value: Any, kind: type) -> Model:
     if isinstance(value, str):
         value = as_mapping(value, "model")
     if not isinstance(value, dict):
-        raise InputError(f"model must be a name, a folder or a mapping, not {describe(value)}")
+        raise InputError(
+            f"model must be a name, a folder or a mapping, not {type_and_value(value)}"
+        )
     value = dict(value)
     name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
     if name and path:

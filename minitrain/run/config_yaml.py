@@ -87,7 +87,7 @@ def read_tree(path: str | Path) -> dict:
     tree = read_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise InputError(
-            f"{path}: a config must be a mapping of keys to values, not {describe(tree)}"
+            f"{path}: a config must be a mapping of keys to values, not {type_and_value(tree)}"
         )
     return tree
 
@@ -174,7 +174,7 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         return _convert_union(arguments, value, where)
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise InputError(f"{where} must be a list, not {describe(value)}")
+            raise InputError(f"{where} must be a list, not {type_and_value(value)}")
         return origin(convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         tree = _convert_scalar(dict, value, where)
@@ -215,12 +215,12 @@ def _convert_scalar(kind: type, value: Any, where: str) -> Any:
         bool: "true or false",
         dict: "a mapping",
     }
-    raise InputError(f"{where} must be {names[kind]}, not {describe(value)}")
+    raise InputError(f"{where} must be {names[kind]}, not {type_and_value(value)}")
 
 
 def _convert_mapping(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
-        raise InputError(f"{where} must be a mapping, not {describe(value)}")
+        raise InputError(f"{where} must be a mapping, not {type_and_value(value)}")
     hints = typing.get_type_hints(kind)
     known = {name.rstrip("_"): name for name in hints}
     for key in value:
@@ -250,7 +250,7 @@ def check_known(key: Any, known: Iterable[str], where: str) -> None:
         )
 
 
-def describe(value: Any) -> str:
+def type_and_value(value: Any) -> str:
     """Return type and value for a message."""
     return f"{type(value).__name__} {_shortened(repr(value))}"
 

@@ -21,7 +21,7 @@ PANELS = {
     "tokens/s": ("tokens_per_sec",),
 }
 # of a panel, in pixels
-WIDTH = 460
+PICTURE_WIDTH = 460
 HEIGHT = 220
 # of a longer run every n-th step is drawn
 MOST_POINTS = 2000
@@ -56,10 +56,12 @@ def curves(runs: dict[str, list[dict]]) -> str:
         found = {(run, key): points(runs[run], key) for run in runs for key in keys}
         if any(found.values()):
             row, column = divmod(panels, 2)
-            body += panel(title, found, colors, WIDTH * column, top + HEIGHT * row)
+            body += panel(title, found, colors, PICTURE_WIDTH * column, top + HEIGHT * row)
             panels += 1
     height = top + HEIGHT * ((panels + 1) // 2) + 10
-    return svg.picture(2 * WIDTH + 10, height, f"training curves of {', '.join(runs)}", body)
+    return svg.picture(
+        2 * PICTURE_WIDTH + 10, height, f"training curves of {', '.join(runs)}", body
+    )
 
 
 def points(lines: list[dict], key: str) -> svg.Points:
@@ -72,7 +74,7 @@ def points(lines: list[dict], key: str) -> svg.Points:
 def panel(title: str, found: dict, colors: dict[str, str], left: float, above: float) -> str:
     """Draw the points of each (run, key) as a line, with dots for validation."""
     steps, values = zip(*chain(*found.values()), strict=True)
-    x = svg.make_axis(steps, left + 60, left + WIDTH - 10)
+    x = svg.make_axis(steps, left + 60, left + PICTURE_WIDTH - 10)
     y = svg.make_axis(values, above + HEIGHT - 40, above + 25)
     drawn = svg.grid(x, y, "step", title)
     for (run, key), numbers in found.items():

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain.errors import InputError
-from minitrain.run.rendezvous import number
+from minitrain.run.rendezvous import env_int
 
 PACKAGE = Path(__file__).parents[1]
 WAITING_FOR_CALLERS = (
@@ -52,7 +52,7 @@ def rank() -> int:
     """
     if dist.is_initialized():
         return dist.get_rank()
-    return number("RANK") if "WORLD_SIZE" in os.environ else 0
+    return env_int("RANK") if "WORLD_SIZE" in os.environ else 0
 
 
 def write_log(file: Path, error: Exception) -> None:

@@ -21,7 +21,7 @@ from minitrain.formats.weight_files import weight_files
 from minitrain.parallel.agreement import broadcast
 from minitrain.run.config import to_dict
 from minitrain.run.durable import write_durably
-from minitrain.run.same_run import check_same, code_digests, flatten
+from minitrain.run.same_run import check_same, code_digests, flatten_settings
 from minitrain.settings import Config, Data
 
 # of a file; a smaller one is read whole
@@ -128,7 +128,7 @@ def check_continuation(
 
 def comparable_settings(config: Config) -> dict[str, Any]:
     """Return all settings that have a part in what is trained, by dotted name, as JSON has them."""
-    settings = json.loads(json.dumps(flatten(to_dict(config))))
+    settings = json.loads(json.dumps(flatten_settings(to_dict(config))))
     kept = (key for key in settings if key != "out_dir" and not key.startswith("reference."))
     return {key: settings[key] for key in kept}
 

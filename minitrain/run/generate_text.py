@@ -83,14 +83,14 @@ def read_prompts(options: Namespace) -> list[str]:
         cli.check_writable("out", options.out)
         file = Path(options.prompts)
         if file.suffix == ".jsonl":
-            return list(read_records([file], prompt_of, Skips()))
+            return list(read_records([file], prompt_of_line, Skips()))
         return "".join(read_texts([file], Skips())).splitlines()
     if options.prompt is None and not options.chat:
         raise InputError("--prompt is missing (or --prompts FILE, or --chat alone to converse)")
     return [] if options.prompt is None else [options.prompt]
 
 
-def prompt_of(record: dict, where: str) -> str:
+def prompt_of_line(record: dict, where: str) -> str:
     """Return the prompt of a line of JSON."""
     with located(where):
         return text_of(record, "prompt")

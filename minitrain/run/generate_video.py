@@ -19,7 +19,7 @@ from minitrain.rollout.flow_sampling import SAMPLERS, guided, sigma_schedule
 from minitrain.run import cli
 from minitrain.run.launch import pick_device
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+VIDEO_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run(options: Namespace) -> None:
@@ -45,7 +45,7 @@ def run(options: Namespace) -> None:
         # before minutes of work
         load_av(options.out)
         encoders = Encoders(options.encoders, device)
-    model = load_merged(options.model, options.adapter, DTYPES.get(options.dtype), device)
+    model = load_merged(options.model, options.adapter, VIDEO_DTYPES.get(options.dtype), device)
     if not isinstance(model, Wan):
         raise InputError(
             f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)"

@@ -19,7 +19,7 @@ from minitrain.errors import InputError
 from minitrain.settings import Config
 
 WINDOW = 100
-LEAST = 20
+LEAST_LOSSES = 20
 SHOWN = 4  # rows of a batch whose origin is reported
 
 
@@ -95,7 +95,7 @@ class Health:
 
     def limit(self) -> float:
         """Return the loss above which it is a spike; infinite with too few losses to judge by."""
-        if not self.factor or len(self.losses) < LEAST:
+        if not self.factor or len(self.losses) < LEAST_LOSSES:
             return math.inf
         middle = median(self.losses)
         deviation = 1.4826 * median(abs(loss - middle) for loss in self.losses)

@@ -31,11 +31,11 @@ from minitrain.run.parallel_checks import check_layout
 from minitrain.run.rendezvous import (
     allow_open_files,
     check_device_type,
+    env_int,
     join_store,
-    number,
     world_size,
 )
-from minitrain.run.same_run import check_same, code_digests, flatten
+from minitrain.run.same_run import check_same, code_digests, flatten_settings
 from minitrain.settings import Config
 from minitrain.training.build import initialize
 from minitrain.training.loop import Trainer, forward_backward
@@ -53,8 +53,8 @@ def pick_device(setting: str) -> torch.device:
     if setting == "cpu" or not available:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    place = number("LOCAL_RANK")
-    processes = max(number("LOCAL_WORLD_SIZE", 1), place + 1)
+    place = env_int("LOCAL_RANK")
+    processes = max(env_int("LOCAL_WORLD_SIZE", 1), place + 1)
     if processes > gpus > 1:
         raise InputError(
             f"{processes} processes on this node, but torch sees {gpus} GPUs here (start one for each)"
@@ -101,7 +101,7 @@ def start(config: Config) -> Meshes:
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
         watch.begin()
     if dist.get_world_size() > 1:
-        check_same({"config": flatten(to_dict(config)), "code": code_digests()})
+        check_same({"config": flatten_settings(to_dict(config)), "code": code_digests()})
         check_own_gpus(device)
     # silences a warning, on every rank, that gathering weights that tensor parallelism splits too
     # takes two collectives

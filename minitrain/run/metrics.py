@@ -28,7 +28,7 @@ from minitrain.run.durable import write_durably
 from minitrain.run.fingerprint import check_continuation
 from minitrain.run.health import WINDOW
 from minitrain.run.metrics_file import read_lines, to_line
-from minitrain.run.progress import LAYOUT, bar_width, goodness, summary, telling, validation
+from minitrain.run.progress import LAYOUT, bar_width, closing_lines, goodness, telling, validation
 from minitrain.run.tensorboard import Board
 from minitrain.settings import Config
 from minitrain.training.optim import warmup_steps
@@ -209,10 +209,10 @@ class MetricsLog:
             self.bar.write(text)
 
     def end(self, config: Config, first: int, seconds: float, mfu_of: str) -> None:
-        """Say how the run went: see `summary`."""
+        """Say how the run went: see `closing_lines`."""
         if self.enabled:
             lines, _ = read_lines(Path(self.file.name))
-            for title, text in summary(config, lines, first, seconds, mfu_of).items():
+            for title, text in closing_lines(config, lines, first, seconds, mfu_of).items():
                 self.say(f"{title:<11} {text}")
 
     def close(self) -> None:

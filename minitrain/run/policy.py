@@ -208,7 +208,7 @@ class Run:
             # also to ranks that only sample: all judge alike how it went
             learned = self.tell(learned, 0)
             timing = self.timing(groups, time.perf_counter() - began)
-            yield {"step": step + 1} | learned | describe(groups) | timing
+            yield {"step": step + 1} | learned | describe_responses(groups) | timing
             began = time.perf_counter()
 
     def save(self, numbers: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ class Run:
     # -------------------------------------------------------------------------------------------------- parts of a step
 
     def collect(self) -> tuple[list[Group], float] | None:
-        """Return the next step's groups, and how long they took; nothing on ranks that only train."""
+        """Return the next step's groups and their seconds; nothing on a rank that only trains."""
         if self.worker is None:
             return None
         with self.phase("generation"):
@@ -343,7 +343,7 @@ def fits(groups: list[Group], config: Config) -> bool:
     return as_many and all(x.settings == settings and x.problems for x in chain(*groups))
 
 
-def describe(groups: list[Group]) -> dict[str, float]:
+def describe_responses(groups: list[Group]) -> dict[str, float]:
     """Return what can be said of a step's responses without a model."""
     values = rewards(groups)
     rollouts = list(chain(*groups))

@@ -74,7 +74,7 @@ def validation(numbers: dict) -> str:
     return ", ".join(told)
 
 
-def summary(
+def closing_lines(
     config: Config, lines: list[dict], first: int, seconds: float, mfu_of: str
 ) -> dict[str, str]:
     """Return what to say at a run's end, six lines by their titles.

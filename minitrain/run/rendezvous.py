@@ -34,9 +34,10 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         said = f"WORLD_SIZE is set without {', '.join(missing)}"
         raise InputError(f"{said} (start with torchrun, or unset WORLD_SIZE)")
     # Kubernetes sets it, too, for a service called master: to tcp://ADDRESS:PORT
-    number("MASTER_PORT")
-    if not 0 <= number("RANK") < number("WORLD_SIZE"):  # nobody would answer it
-        said = f"RANK={number('RANK')} is not one of WORLD_SIZE={number('WORLD_SIZE')}"
+    env_int("MASTER_PORT")
+    # nobody would answer a rank beyond
+    if not 0 <= env_int("RANK") < env_int("WORLD_SIZE"):
+        said = f"RANK={env_int('RANK')} is not one of WORLD_SIZE={env_int('WORLD_SIZE')}"
         raise InputError(f"{said}, which count from 0 (start with torchrun, or unset WORLD_SIZE)")
     try:
         store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
@@ -44,12 +45,12 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
             prefix = answer(store, world, timeout) if rank == 0 else ask(store, rank)
             store = dist.PrefixStore(prefix, store)
     except dist.DistError as error:  # whose further lines are C++
-        where = f"rank {number('RANK')} cannot meet the others at {os.environ['MASTER_ADDR']}:{number('MASTER_PORT')}"
+        where = f"rank {env_int('RANK')} cannot meet the others at {os.environ['MASTER_ADDR']}:{env_int('MASTER_PORT')}"
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
     return store, rank, world
 
 
-def number(name: str, otherwise: int = 0) -> int:
+def env_int(name: str, otherwise: int = 0) -> int:
     """Return an environment variable of this process; raise InputError if it is no whole number."""
     try:
         return int(os.environ.get(name, otherwise))
@@ -60,7 +61,7 @@ def number(name: str, otherwise: int = 0) -> int:
 
 def world_size() -> int:
     """Return the number of processes that torchrun started, before any group; 1 without torchrun."""
-    return number("WORLD_SIZE", 1)
+    return env_int("WORLD_SIZE", 1)
 
 
 def check_device_type(

@@ -49,12 +49,12 @@ def code_digests() -> dict[str, str]:
     return digests
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings as one dict, by their dotted names."""
     flat = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat |= flatten_settings(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from minitrain.bench.report import need_rates, read_lines
+from minitrain.bench.report import need_rates, result_lines
 from minitrain.errors import InputError
 from minitrain.run.hardware import (
     ATTENTION_LENGTH,
@@ -68,7 +68,9 @@ def find_system(word: str) -> System:
     """
     if not Path(word).is_file():
         return load_system(word)
-    found = [line for line in read_lines("--system", word) if line[1].get("mode") == "calibration"]
+    found = [
+        line for line in result_lines("--system", word) if line[1].get("mode") == "calibration"
+    ]
     if not found or not found[-1][1].get("system"):
         raise InputError(
             f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(GPUS)})"

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from minitrain.bench import results
-from minitrain.bench.page import LANE, actions, draw_lanes
+from minitrain.bench.page import LANE, draw_lanes, timeline_actions
 from minitrain.errors import InputError, refused
 from minitrain.run import cli, svg
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
         "--out", metavar="FOLDER", default=str(Path(__file__).parent), type=cli.home_path
     )
     options = parser.parse_args(arguments)
-    report = results.merge(
+    report = results.merge_results(
         [result for file in options.files for result in results.read_results(file)], ""
     )
     rows = [row for rows in report.tables.values() for row in rows if "simulated" in row.results]
@@ -120,7 +120,7 @@ def pipeline(rows: list[results.Row], name: str) -> str:
     step, lanes = row.results["simulated"]["step_time_s"], row.results["simulated"]["timeline"]
     colors = {f"c{number}": color for number, color in enumerate(svg.COLORS)} | {"idle": "#eee"}
     style = "".join(f".{name}{{fill:{color}}}" for name, color in colors.items())
-    names = actions(lanes) | {"idle: the bubble": "idle"}
+    names = timeline_actions(lanes) | {"idle: the bubble": "idle"}
     busy = "".join(
         svg.text(
             len(lanes[0]) + 48,

@@ -103,7 +103,7 @@ def check_folder(folder, own_disks):
     """The error of a checkpointer, if any, that has `folder`, or a folder of this name on each rank's own disk."""
     start(configs.from_dict(TREE))
     seen = folder / str(dist.get_rank()) if own_disks else folder
-    with mock.patch.object(checkpoint_files, "PATIENCE", 0.3):
+    with mock.patch.object(checkpoint_files, "FILE_PATIENCE", 0.3):
         try:
             Checkpointer(seen, keep=2)
         except InputError as error:

@@ -35,7 +35,7 @@ from minitrain.run.fingerprint import agreed_fingerprint, file_digest
 from minitrain.run.launch import set_timeout, start
 from minitrain.run.metrics_file import to_line
 from minitrain.run.profiling import recorded_steps
-from minitrain.run.same_run import code_digests, difference, flatten
+from minitrain.run.same_run import code_digests, difference, flatten_settings
 from minitrain.run.tensorboard import Board
 from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
@@ -92,7 +92,7 @@ def test_all_hear_the_one_who_speaks(pool):
 
 def test_names_of_what_is_compared():
     assert {"torch", "train.py", "parallel/agreement.py"} <= code_digests().keys()
-    assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a.b.c": 1, "d": 2}
+    assert flatten_settings({"a": {"b": {"c": 1}}, "d": 2}) == {"a.b.c": 1, "d": 2}
 
 
 @pytest.mark.parametrize("size", [0, 10, 4096 * 16, 4096 * 16 + 1, 3_000_000])

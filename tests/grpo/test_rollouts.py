@@ -291,7 +291,7 @@ def test_what_is_said_of_a_steps_responses():
     for rollout in itertools.chain(*groups):
         rollout.no_signal, rollout.problems = 0.25, 6
     right, lengths = [1, 0, 0, 1, 0, 1, 0, 0], [1, 6, 3, 8, 4, 1, 6, 3]
-    assert loop.describe(groups) == {
+    assert loop.describe_responses(groups) == {
         "reward": 3 / 8, "reward_std": pytest.approx(stdev(right)), "no_signal": 0.25,
         "problems": 6, "length": sum(lengths) / 8, "longest": 8, "truncated": 1 / 8,
     }  # fmt: skip
