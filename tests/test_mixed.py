@@ -13,6 +13,7 @@ from minitrain.data.datasets import open_dataset
 from minitrain.data.mixed import BLOCK, Mixed
 from minitrain.errors import InputError
 from minitrain.run.config import from_dict
+from minitrain.run.export import has_tokenizer
 from minitrain.run.fingerprint import data_files
 from minitrain.run.launch import make_trainer, start
 from minitrain.training.loop import training_steps
@@ -227,3 +228,11 @@ def test_settings_that_contradict_each_other(change, message):
     top = {key: change.pop(key) for key in ("task", "epochs") if key in change}
     with pytest.raises(InputError, match=message):
         from_dict({"model": MODEL, "data": data | change} | top)
+
+
+@pytest.mark.parametrize("first, second, saved", [
+    ("tokens", "tokens", False), ("tokens", "jsonl", True), ("text", "tokens", True),
+])  # fmt: skip
+def test_the_tokenizer_is_saved_if_it_made_any_source(first, second, saved):
+    sources = [{"path": "a"}, {"path": "b", "kind": second}]
+    assert has_tokenizer(from_dict({"model": MODEL, "data": {"kind": first, "sources": sources}})) == saved

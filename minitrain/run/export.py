@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from minitrain.data.chat import end_of_reply
 from minitrain.data.chat_templates import TEMPLATES, asking_with, choose_template
+from minitrain.data.files import apart
 from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import end_also_at
@@ -129,6 +130,6 @@ def has_tokenizer(config: Config) -> bool:
 
     Files of tokens may be any other's, unless it is named.
     """
-    kind = config.data.kind
-    named = kind == "tokens" and config.data.tokenizer != "bytes"
-    return kind in ("text", "jsonl") or config.task == "grpo" or named
+    kinds = {data.kind for data in apart(config.data).values()}
+    named = "tokens" in kinds and config.data.tokenizer != "bytes"
+    return bool(kinds & {"text", "jsonl"}) or config.task == "grpo" or named
