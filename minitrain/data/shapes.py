@@ -164,8 +164,9 @@ class ShapesWorld:
 
 
 def write_sheet(path: str | Path, videos: Tensor, captions: list[str]) -> None:
-    """Write videos [n, frames, height, width, 3] between 0 and 1 as a grid of strips, a PNG, and
-    as a grid that moves, an animated PNG with the suffix .apng.
+    """Write videos [n, frames, height, width, 3] between 0 and 1 as a PNG: a grid of strips.
+
+    Also write them as a grid that moves, an animated PNG with the suffix .apng.
     """
     # a gray line right of each frame
     strips = F.pad(videos, (0, 0, 0, 1), value=0.35).transpose(1, 2).flatten(2, 3)

@@ -173,7 +173,10 @@ def head_gradients(
 
 
 def _loss_and_grad(logits: Tensor, labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return the sum of `_losses_and_grad`'s losses, an fp32 scalar, and the gradient."""
+    """Return the sum of `_losses_and_grad`'s losses, an fp32 scalar, and the gradient.
+
+    logits: [tokens, vocab / tp], as the gradient; labels: [tokens].
+    """
     losses, grad = _losses_and_grad(logits, labels, shard)
     return losses.sum(), grad
 

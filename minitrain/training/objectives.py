@@ -85,8 +85,12 @@ class LanguageModeling:
         return model(batch.pop("tokens"), **batch, head=head)
 
     def head(self, sources: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, and add its tokens' parts to the sums of their sources [batch, seq]."""
+        """Return the loss, a scalar, and add each token's part of it to the sum of its source.
+
+        sources, labels: [batch, seq]; hidden: [batch, seq, hidden]; weight: [vocab, hidden].
+        """
         labels = labels.flatten()
+        # `linear_cross_entropy` fills it
         losses = torch.zeros(labels.shape, device=labels.device)
         loss = linear_cross_entropy(hidden, weight, labels, losses)
         # [2, tokens]
@@ -95,7 +99,10 @@ class LanguageModeling:
         return loss
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the mean loss of each source that had a label, as loss/NAME."""
+        """Return the mean loss of each source that had a label, as loss/NAME.
+
+        sum_over: sums a tensor over ranks with other rows, here [2, sources].
+        """
         if not self.names:
             return {}
         losses, counts = sum_over(self.sums).tolist()
