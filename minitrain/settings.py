@@ -137,7 +137,8 @@ class Parallel:
 class Optim:
     """The optimizer and its learning-rate schedule: see training/optim.py."""
 
-    name: Literal["adamw", "sgd"] = "adamw"  # sgd: without momentum
+    # sgd: without momentum; muon: of the matrices in blocks, AdamW for the rest
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
     lr: float = number(3e-4, 0)  # the highest of the schedule
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
     eps: float = 1e-8  # of AdamW
@@ -147,10 +148,12 @@ class Optim:
     max_skipped: int = number(10, 1)
     states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
     stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
-    # decay of the weights' moving average, which is validated and exported; 0: none
-    ema: float = number(0.0, 0, 1)
+    ema: float = number(0.0, 0, 1)  # decay of the weights' average (training/ema.py); 0: none
     ema_warmup: bool = False  # a smaller decay in the first steps
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    newton_schulz: Literal["bf16", "fp32"] = "bf16"  # type of Muon's matrix products
+    # after the warm-up; wsd: constant, then linear over the last steps
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    decay: float = 0.1  # of wsd: the share of steps, at the end, in which the rate falls
     warmup: int = number(0, 0)  # first steps, in which the rate rises
     final_lr: float = 0.0  # as a share of lr, reached at the last step, if two follow the warm-up
 

@@ -55,8 +55,9 @@ TINY = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 128}
 
 @pytest.mark.parametrize("tree", [
     *({"precision": precision, "optim": {"states": states}} for precision, states, _ in BYTES),
-    {"optim": {"name": "sgd"}}, {"lora": {"rank": 4}}, {"lora": {"rank": 4}, "precision": "bf16"},
-    {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}, {"parallel": {"dp_replicate": 2}}, {"optim": {"ema": 0.9}},
+    {"optim": {"name": "sgd"}}, {"optim": {"name": "muon", "ema": 0.9}}, {"optim": {"ema": 0.9}},
+    {"lora": {"rank": 4}}, {"lora": {"rank": 4}, "precision": "bf16"},
+    {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}, {"parallel": {"dp_replicate": 2}},
     {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2}},
 ], ids=str)  # fmt: skip
 def test_what_is_reckoned_is_what_is_taken(pool, tree):

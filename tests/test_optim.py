@@ -28,16 +28,17 @@ from tests.oracle import check_close, snapshot
         ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
         ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325, 0.1]),
         ("cosine", [0.5, 1, 1, 0.1 + 0.9 * 0.5 * (1 + 0.5**0.5), 0.55, 0.1 + 0.9 * 0.5 * (1 - 0.5**0.5), 0.1]),
+        ("wsd", [0.5, 1, 1, 1, 0.7, 0.4, 0.1]),
     ],
 )
 def test_schedule(schedule, expected):
-    optim = Optim(lr=1.0, warmup=2, schedule=schedule, final_lr=0.1)
+    optim = Optim(lr=1.0, warmup=2, schedule=schedule, final_lr=0.1, decay=0.45)
     assert [learning_rate(step, 7, optim) for step in range(7)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("steps, warmup", [(20, 2), (49, 4), (50, 50), (9, 0), (1, 0)])
 def test_a_run_that_is_shorter_than_its_warm_up_warms_up_for_a_tenth(steps, warmup):
-    for schedule in ("constant", "linear", "cosine"):
+    for schedule in ("constant", "linear", "cosine", "wsd"):
         given, right = (Optim(lr=1.0, warmup=n, schedule=schedule, final_lr=0.1) for n in (50, warmup))
         rates = [[learning_rate(n, steps, optim) for n in range(steps)] for optim in (given, right)]
         assert rates[0] == rates[1]

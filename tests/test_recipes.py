@@ -42,6 +42,11 @@ RECIPES = {
         "data.validation=0.2",
     ],
     "pretrain-mixed": ["model={name: llama3.1-8b-tiny, vocab_size: 258}", "data.validation=0.2"],
+    "pretrain-muon": [
+        "model={name: llama3.1-8b-tiny, vocab_size: 258}",
+        "data.document_end=257",
+        "data.validation=0.2",
+    ],
     "continued-pretraining": ["data.validation=0.2"],
     "grpo-gsm8k": [
         "grpo.prompts=4",
@@ -62,6 +67,7 @@ STAND_INS = {
     "full-8b-8gpu": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "pretrain-tokens": ["data.tokenizer=bytes"],
     "pretrain-mixed": ["data.tokenizer=bytes"],
+    "pretrain-muon": ["data.tokenizer=bytes"],
     "continued-pretraining": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "grpo-gsm8k": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
     "grpo-own-reward": ["model=llama3.1-8b", "data.tokenizer=bytes"],

@@ -76,7 +76,7 @@ def _value_faults(c: Config) -> Faults:
     b = c.batch
     o = c.optim
     # weights that get no gradient would become 0 / 0
-    yield o.name == "adamw" and o.eps < 1e-30, f"optim.eps={o.eps} must be at least 1e-30"
+    yield o.name != "sgd" and o.eps < 1e-30, f"optim.eps={o.eps} must be at least 1e-30"
     shards = c.parallel.dp_shard
     yield (
         shards < 1 and shards != -1,
@@ -94,6 +94,10 @@ def _value_faults(c: Config) -> Faults:
     yield (
         not 0 <= o.final_lr <= 1,
         f"optim.final_lr={o.final_lr} must be between 0 and 1, a share of optim.lr",
+    )
+    yield (
+        not 0 <= o.decay <= 1,
+        f"optim.decay={o.decay} must be between 0 and 1, a share of steps",
     )
     yield (
         isinstance(c.recompute, int) and c.recompute < 2,
@@ -191,6 +195,14 @@ def _precision_faults(c: Config) -> Faults:
     yield (
         o.name != "adamw" and (o.states != "fp32" or o.stochastic_rounding),
         f"optim.states={o.states} and stochastic_rounding are for optim.name=adamw, not {o.name}",
+    )
+    yield (
+        o.name == "muon" and c.lora,
+        "optim.name=muon is for whole matrices, not for lora's factors of them (use adamw)",
+    )
+    yield (
+        o.name != "muon" and o.newton_schulz != "bf16",
+        f"optim.newton_schulz={o.newton_schulz} is for optim.name=muon, not {o.name} (leave it out)",
     )
     trained = c.lora.dtype == "bf16" if c.lora else c.precision == "bf16-pure"
     weights = "lora.dtype=bf16" if c.lora else "precision=bf16-pure"

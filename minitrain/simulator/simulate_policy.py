@@ -27,6 +27,8 @@ import time
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from torch import Tensor
+
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.bench.measure import placed, rates
 from minitrain.bench.measure_policy import published_lengths
@@ -46,6 +48,7 @@ from minitrain.simulator.simulate import (
     time_traces,
 )
 from minitrain.simulator.timeline import System
+from minitrain.training.footprint import state_bytes
 
 # bytes/s between a GPU and its host, each way: NVIDIA/nvbandwidth issue 24, 52.8e9 with an H100
 HOST_LINK = 50e9
@@ -276,7 +279,7 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
             / config.rollout.tp
             / (system.nvlink if gpus <= system.domain else system.network)
         )
-        return weights + offload_seconds(config, count / gpus)
+        return weights + offload_seconds(config, parameters) / gpus
     gathering = 2 * count / stack.gather
     if config.grpo.generation_ranks:
         return gathering
@@ -284,14 +287,18 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
     return gathering + tensors * stack.tensor + stack.wake + 12 * count / gpus / stack.offload
 
 
-def offload_seconds(config: Config, parameters: float) -> float:
-    """Return the seconds until optimizer states and reference are on the host, and back.
+def offload_seconds(config: Config, parameters: list[tuple[str, Tensor]]) -> float:
+    """Return the seconds until all optimizer states and the reference are on one host, and back.
 
-    parameters: of the model, on each GPU.
+    parameters: the model's, by name.
     """
     # adapters' states are small
     if not config.grpo.offload or config.lora:
         return 0.0
-    weight = 2 if config.precision == "bf16-pure" else 4
-    size = (8 if config.optim.states == "fp32" else 4) + (weight if config.grpo.kl else 0)
-    return 2 * size * parameters / HOST_LINK
+    reference = 0
+    if config.grpo.kl:
+        reference = 2 if config.precision == "bf16-pure" else 4
+    size = 0
+    for name, parameter in parameters:
+        size += parameter.numel() * (state_bytes(name, parameter, config.optim) + reference)
+    return 2 * size / HOST_LINK

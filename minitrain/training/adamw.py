@@ -71,12 +71,16 @@ class AdamW(torch.optim.Optimizer):
         # a scalar 1 if `update_weights` skips this update
         skip = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            # blocks bound the memory of fp32 copies
-            for blocks in group_by_size(self.row_blocks(group)):
-                self.update(blocks, group, skip)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.state[parameter]["step"] += 1 if skip is None else 1 - skip
+            self.update_group(group, skip)
+
+    def update_group(self, group: dict, skip: Tensor | None) -> None:
+        """Update a group's parameters and count their steps, unless `skip` is 1."""
+        # blocks bound the memory of fp32 copies
+        for blocks in group_by_size(self.row_blocks(group)):
+            self.update(blocks, group, skip)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["step"] += 1 if skip is None else 1 - skip
 
     def row_blocks(self, group: dict) -> Iterator[RowBlock]:
         """Yield the local shards of a group's parameters that have gradients, in blocks of rows."""

@@ -1,8 +1,8 @@
 """Estimate the bytes of a rank's weights, gradients and optimizer states before allocating them.
 
 Bytes per parameter: weights 4 (2 with precision=bf16-pure, or if frozen with bf16), gradients as
-many as weights, AdamW's states 8 (4 with optim.states=bf16), averages 4 (optim.ema). Left out:
-activations, gathered weights, and what libraries take.
+many as weights, AdamW's states 8 (4 with optim.states=bf16), Muon's momentum 4, averages 4
+(optim.ema). Left out: activations, gathered weights, and what libraries take.
 """
 
 import math
@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.parallel.shards import to_local
-from minitrain.settings import Config
+from minitrain.settings import Config, Optim
+from minitrain.training.muon import has_muon
 
 LINUX_MEMORY = Path("/proc/meminfo")
 OWN_GROUPS = Path("/proc/self/cgroup")
@@ -29,15 +31,24 @@ def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, 
 
     trained: with gradients and optimizer states.
     """
-    parts = [to_local(parameter) for parameter in model.parameters()]
-    learned = [part for part in parts if part.requires_grad and trained]
-    moments = {"fp32": 8, "bf16": 4}[config.optim.states] if config.optim.name == "adamw" else 0
-    moments += 4 * (config.optim.ema > 0)
-    return {
-        "weights": sum(part.nbytes for part in parts),
-        "gradients": sum(part.nbytes for part in learned),
-        "optimizer states": sum(part.numel() * moments for part in learned),
-    }
+    sizes = {"weights": 0, "gradients": 0, "optimizer states": 0}
+    for name, parameter in model.named_parameters():
+        part = to_local(parameter)
+        sizes["weights"] += part.nbytes
+        if part.requires_grad and trained:
+            sizes["gradients"] += part.nbytes
+            sizes["optimizer states"] += part.numel() * state_bytes(name, part, config.optim)
+    return sizes
+
+
+def state_bytes(name: str, parameter: Tensor, optim: Optim) -> int:
+    """Return the optimizer's bytes for each number of a parameter."""
+    size = {"fp32": 8, "bf16": 4}[optim.states]
+    if optim.name == "sgd":
+        size = 0
+    elif optim.name == "muon" and has_muon(name, parameter):
+        size = 4
+    return size + 4 * (optim.ema > 0)
 
 
 def check_fits(model: Module, config: Config, device: torch.device, trained: bool = True) -> None:

@@ -14,17 +14,23 @@ from torch.nn import Module, Parameter
 from minitrain.parallel.shards import full_tensor, to_local
 from minitrain.settings import Optim
 from minitrain.training.adamw import AdamW
+from minitrain.training.muon import Muon, has_muon
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov & Hutter 2019) or SGD. Only matrices have weight decay."""
+    """Return AdamW (Loshchilov & Hutter 2019), Muon or SGD. Only matrices have weight decay."""
     decayed = []
+    orthogonal = []
     others = []
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
+        if optim.name == "muon" and has_muon(name, p):
+            orthogonal.append(p)
         # experts' biases have two dimensions, Wan's shifts, scales and gates three
-        if p.ndim > 1 and not name.endswith(("bias", "scale_shift_table")):
+        elif p.ndim > 1 and not name.endswith(("bias", "scale_shift_table")):
             decayed.append(p)
         else:
             others.append(p)
@@ -36,10 +42,14 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
         return SGD(groups, dict(lr=optim.lr))
     settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
     # torch's AdamW keeps states in the parameters' type: it serves if no other is asked for
-    states = torch.bfloat16 if optim.states == "bf16" else torch.float32
+    states = TYPES[optim.states]
     differ = any((p.dtype == torch.bfloat16) != (optim.states == "bf16") for p in decayed + others)
+    names = {p: name for name, p in model.named_parameters()}
+    if optim.name == "muon":
+        products = TYPES[optim.newton_schulz]
+        groups.append(groups[0] | {"params": orthogonal, "newton_schulz": products})
+        return Muon(groups, names, states, False, **settings)
     if optim.stochastic_rounding or differ:
-        names = {p: name for name, p in model.named_parameters()}
         return AdamW(groups, names, states, optim.stochastic_rounding, **settings)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
@@ -76,11 +86,15 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
     warmup = warmup_steps(steps, optim)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    start = warmup
+    if optim.schedule == "wsd":
+        start = max(warmup, steps - 1 - round(optim.decay * steps))
+    progress = max(0, step - start) / max(1, steps - 1 - start)
     # the share of the way down that is left: from 1 to 0
     left = {
         "constant": 1.0,
         "linear": 1 - progress,
+        "wsd": 1 - progress,
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
     }[optim.schedule]
     return optim.lr * (optim.final_lr + (1 - optim.final_lr) * left)

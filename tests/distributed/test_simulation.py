@@ -21,7 +21,7 @@ TREES = {
     },
     "experts": {
         "model": {"name": "qwen3-30b-a3b-tiny", "fake_balanced_gate": True}, "batch": BATCH, "precision": "bf16",
-        "parallel": {"dp_shard": 4, "ep": 2},
+        "parallel": {"dp_shard": 4, "ep": 2}, "optim": {"name": "muon"},
     },
     "pipeline": {
         "model": "llama3-8b-tiny", "batch": BATCH,
