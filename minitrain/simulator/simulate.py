@@ -69,10 +69,7 @@ class Simulation:
     host: float = 0.0
 
     def times(self, place: int = 0) -> list[int]:
-        """Count how often each traced event of a rank happens in a step.
-
-        Those of a typical micro-batch stand for all that were not run.
-        """
+        """Count how often each traced event happens; a typical micro-batch stands for others."""
         trace = self.traces[place]
         others = self.micro_batches - self.traced
         typical = typical_events(trace) if others else set()
@@ -133,10 +130,7 @@ def time_traces(
 
 
 def launch_seconds(config: Config, system: System) -> float:
-    """Return the least seconds of a step, bounded by the host in layers of experts.
-
-    It waits in each of them for counts of tokens, and then launches the experts' kernels.
-    """
+    """Return the least seconds of a step in which the host waits for counts of tokens."""
     p = config.parallel
     shape = config.model.config
     experts = getattr(shape, "num_experts", 0)
@@ -150,10 +144,7 @@ def launch_seconds(config: Config, system: System) -> float:
 
 
 def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
-    """Run `trace_step` for each job, on all cores.
-
-    Each has a process of its own, since torch remembers process groups.
-    """
+    """Run `trace_step` for each job in a process of its own: torch remembers process groups."""
     tracers.start_server()
     workers = min(len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, tracers.CONTEXT, max_tasks_per_child=1) as pool:
@@ -326,10 +317,7 @@ def pipelined(
     system: System,
     at_once: int,
 ) -> Simulation:
-    """Run all ranks' actions for `at_once` micro-batches side by side.
-
-    A step lasts until the slowest rank has also reduced its gradients and updated its weights.
-    """
+    """Run all ranks' actions for `at_once` micro-batches, up to the slowest rank's update."""
     p = config.parallel
     run = few(config)
     # seconds of each action; of each rank, those after its last action and before its first

@@ -74,7 +74,7 @@ class AdamW(torch.optim.Optimizer):
             self.update_group(group, skip)
 
     def update_group(self, group: dict, skip: Tensor | None) -> None:
-        """Update a group's parameters and count their steps, unless `skip` is 1."""
+        """Update a group's parameters and count their steps, unless `skip`, a scalar [], is 1."""
         # blocks bound the memory of fp32 copies
         for blocks in group_by_size(self.row_blocks(group)):
             self.update(blocks, group, skip)

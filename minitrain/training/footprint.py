@@ -42,7 +42,7 @@ def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, 
 
 
 def state_bytes(name: str, parameter: Tensor, optim: Optim) -> int:
-    """Return the optimizer's bytes for each number of a parameter."""
+    """Return the optimizer's bytes for each number of a parameter [...]."""
     size = {"fp32": 8, "bf16": 4}[optim.states]
     if optim.name == "sgd":
         size = 0

@@ -47,7 +47,7 @@ MOMENTUM = 0.95
 
 
 def has_muon(name: str, parameter: Tensor) -> bool:
-    """Return True for a block's matrix, or stack of experts' matrices.
+    """Return True for a block's matrix [rows, columns], or a stack of matrices [experts, ...].
 
     Not for a router: if all its logits shift, a softmax stays, so one direction of its gradient is
     rounding alone. Rounded to bf16, five steps would make that as large as the rest: 3.44^5 / 2^9.
@@ -64,6 +64,7 @@ class Muon(AdamW):
     """Muon for parameter groups with a `newton_schulz`, the type of its products; AdamW for others."""
 
     def update_group(self, group: dict, skip: Tensor | None) -> None:
+        # skip: a scalar [], 1 if the update is skipped
         if "newton_schulz" not in group:
             super().update_group(group, skip)
             return
@@ -94,6 +95,7 @@ class Muon(AdamW):
     ) -> None:
         """Update parameters of one shape and `split` in place, unless `skip` is 1.
 
+        parameters: each [rows, columns] or [experts, rows, columns].
         parts: how many matrices a parameter has the rows of, in turn.
         """
         rate = group["lr"]
@@ -175,7 +177,7 @@ def orthogonalize_shards(x: Tensor, shape: torch.Size, parts: int, split: list[t
 def splits(parameter: Tensor) -> list[tuple[int, dist.ProcessGroup]]:
     """Return the dimensions, -2 or -1, in which matrices are split, and the groups that share them.
 
-    FSDP's comes first, which cuts the others' shards.
+    parameter: [..., rows, columns]. FSDP's comes first, which cuts the others' shards.
     """
     found = []
     for i, placement in enumerate(getattr(parameter, "placements", ())):
@@ -187,7 +189,7 @@ def splits(parameter: Tensor) -> list[tuple[int, dist.ProcessGroup]]:
 
 
 def transpose_shards(x: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Cut x along one dimension, send a part to each rank, and join what comes along another."""
+    """Cut x [...] along one dimension, send each rank a part, join what comes along another."""
     parts = torch.stack(x.chunk(group.size(), cut))
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
