@@ -88,7 +88,9 @@ def parser() -> cli.Parser:
     add("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
     add("--out", type=cli.home_path, default="out/report", help="of the report")
     add(
-        "--versus", choices=("transformers", "diffusers", "peft", "full"), help="also time this one"
+        "--versus",
+        choices=("transformers", "diffusers", "peft", "full"),
+        help="also time this one",
     )
     add("overrides", nargs="*", default=[], metavar="key=value")
     return parser

@@ -1,8 +1,4 @@
-"""Every setting as a dataclass, and nothing else: run/config.py reads them, run/config_checks.py
-refuses bad ones.
-
-The YAML keys are the field names below, nested as the dataclasses are.
-"""
+"""Every setting, by its YAML key. run/config.py reads them, run/config_checks.py checks them."""
 
 import math
 from dataclasses import dataclass, field
@@ -49,15 +45,14 @@ class Data:
 
     # mock: random tokens, for benchmarks; shapes: a toy world of videos
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
-    path: str | list[str] = ""  # files, folders or globs; {stdlib} stands for Python's own library
+    path: str | list[str] = ""  # files, folders or globs; {stdlib} is Python's own library
     # in place of path: several, mixed by weight, as [{path: a, weight: 0.7}, {path: b, weight: 0.3}]
     sources: list[Source] = field(default_factory=list)
     # glob patterns of paths to leave out, or of their ends
     exclude: list[str] = field(default_factory=list)
     # mock latents: frames, height, width
     size: list[int] = field(default_factory=lambda: [24, 104, 60])
-    # jsonl (arrays, parquet and arrow too: data/records.py): the key that holds the text; chats
-    # are looked for, see data/chat.py
+    # jsonl, parquet, arrow: the key that holds the text; chats are looked for (data/chat.py)
     field: str = "text"
     # fine-tuning: how chats become text
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"
@@ -87,7 +82,7 @@ class Batch:
 
     global_: int = number(8, 1, 1 << 24)  # sequences per optimizer step, over all ranks
     micro: int = number(8, 1)  # sequences per rank and forward pass
-    seq_len: int = number(1024, 1, 1 << 30)  # tokens of a sequence, or the most patches of a video
+    seq_len: int = number(1024, 1, 1 << 30)  # tokens of a sequence, or most patches of a video
 
 
 @dataclass
@@ -246,7 +241,7 @@ class GRPO:
     # of the lines of data.path; default: the first usual name in a line (data/problems.py)
     prompt_key: str = ""
     answer_key: str = ""  # of the lines of data.path, too: what the reward compares with
-    mock_digits: int = number(4, 1, 1000)  # data.kind=mock: the length of the texts to be reversed
+    mock_digits: int = number(4, 1, 1000)  # data.kind=mock: length of the texts to reverse
     # taken off a reward: the mean of its group, with or without itself
     baseline: Literal["group", "leave_one_out"] = "leave_one_out"
     std_scaling: bool = True  # divide advantages by the standard deviation of their group
@@ -269,7 +264,7 @@ class GRPO:
     importance_low: float = number(0.0, 0, RATIO)
     # above it a weight is lowered to it, or with mask left out
     importance_high: float = number(2.0, 0, RATIO)
-    # above 1: groups without a signal are replaced, in up to this many rounds of sampling (DAPO)
+    # above 1: groups without a signal are replaced, in up to so many rounds of sampling (DAPO)
     generations: int = number(1, 1, 1000)
     # the last tokens before a response would be cut off, over which the reward falls
     overlong_buffer: int = number(0, 0)
@@ -299,22 +294,9 @@ class DPO:
     length_normalized: bool = False  # log-probabilities are means over a reply's tokens
 
 
-# those behind down_proj are Wan's
-TARGETS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "ffn.net.0.proj",
-    "ffn.net.2",
-)
+DECODER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WAN_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+TARGETS = DECODER_TARGETS + WAN_TARGETS
 
 
 @dataclass
@@ -364,7 +346,8 @@ class Diffusion:
     uniform_share: float = 0.1  # of mixed
     shift: float = 3.0  # above 1: more noise, as larger videos need
     sigma_min: float = 0.0  # only sigmas of at least this are drawn ...
-    sigma_max: float = 1.0  # ... and at most this, as often one beside the other as without limits
+    # ... and at most this, as often one beside the other as without limits
+    sigma_max: float = 1.0
     # of a sample's loss, by its sigma
     weighting: Literal["none", "linear", "bell", "sigma_sqrt", "cosmap"] = "none"
     # what counts alike in a step: each video, or each element, so a video by its size

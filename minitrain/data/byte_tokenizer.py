@@ -73,7 +73,11 @@ class ByteTokenizer:
 
         They replace another tokenizer's files.
         """
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS,
+            "eos_token": EOS,
+        }
         config["clean_up_tokenization_spaces"] = False
         Path(folder).mkdir(parents=True, exist_ok=True)
         files = {"tokenizer.json": byte_level_bpe(), "tokenizer_config.json": config}

@@ -141,8 +141,12 @@ class ShapesWorld:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Undo `encode`, up to the components left out; clipped to 0 to 1."""
-        values = (latents.permute(0, 2, 3, 4, 1).double() * self.scale) @ self.axes.T + self.mean
-        return F.pixel_shuffle(values.movedim(-1, 2), PATCH).movedim(2, -1).clamp(0, 1).float()
+        values = latents.permute(0, 2, 3, 4, 1).double()
+        values = values * self.scale
+        values = values @ self.axes.T + self.mean
+        pixels = F.pixel_shuffle(values.movedim(-1, 2), PATCH)
+        pixels = pixels.movedim(2, -1)
+        return pixels.clamp(0, 1).float()
 
     def judge(self, videos: Tensor, prompts: list[tuple[str, str, str]]) -> dict[str, float]:
         """Return the share of prompts whose color, shape, direction the nearest clip has.
@@ -169,7 +173,8 @@ def write_sheet(path: str | Path, videos: Tensor, captions: list[str]) -> None:
     Also write them as a grid that moves, an animated PNG with the suffix .apng.
     """
     # a gray line right of each frame
-    strips = F.pad(videos, (0, 0, 0, 1), value=0.35).transpose(1, 2).flatten(2, 3)
+    strips = F.pad(videos, (0, 0, 0, 1), value=0.35)
+    strips = strips.transpose(1, 2).flatten(2, 3)
     write_png(path, grid(strips, captions, 3))
     moving = [grid(frame, captions, 4) for frame in videos.unbind(1)]
     write_png(Path(path).with_suffix(".apng"), *moving)

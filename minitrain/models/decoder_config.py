@@ -19,7 +19,12 @@ EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # the keys that `rope_scaling` must have, by its rope_type
 ROPE_SCALINGS = {
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 # those that yarn may have too, beside `truncate`
@@ -136,10 +141,12 @@ class DecoderConfig:
     # channels inside an expert
     moe_intermediate_size: int = 0
     first_k_dense_replace: int = 0  # the number of first layers that have no experts
-    shared_expert_intermediate_size: int = 0  # of an expert that sees every token; 0: there is none
+    # of an expert that sees every token; 0: there is none
+    shared_expert_intermediate_size: int = 0
     moe_latent_size: int = 0  # width that experts work on, if not hidden_size
     expert_bias: bool = False  # router and experts have biases
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid has a selection bias, groups
+    # sigmoid has a selection bias, groups
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     norm_topk_prob: bool = True  # the selected experts' weights are divided by their sum
     # groups of experts ...
     n_group: int = 1
@@ -147,7 +154,8 @@ class DecoderConfig:
     topk_group: int = 1
     # of the experts' sum
     routed_scaling_factor: float = 1.0
-    bias_update_speed: float = 0.0  # of the selection bias, after every step (DeepSeek-V3's gamma)
+    # of the selection bias, after every step (DeepSeek-V3's gamma)
+    bias_update_speed: float = 0.0
     # weight of the loss that balances experts
     router_aux_loss_coef: float = 0.0
     # balance each sequence, rather than the tokens of a forward pass together

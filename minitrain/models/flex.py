@@ -70,7 +70,9 @@ def count_pairs(mask_mod: Callable, batch: int, query: Tensor, keys: int) -> Ten
     allowed = evaluate_mask(mask_mod, batch, query, keys)
     # up to whole tiles, with pairs that are not allowed
     padded = F.pad(allowed, (0, -keys % BLOCK_SIZE, 0, -len(query) % BLOCK_SIZE))
-    return padded.unflatten(-1, (-1, BLOCK_SIZE)).unflatten(-3, (-1, BLOCK_SIZE)).sum((-3, -1))
+    tiles = padded.unflatten(-1, (-1, BLOCK_SIZE))
+    tiles = tiles.unflatten(-3, (-1, BLOCK_SIZE))
+    return tiles.sum((-3, -1))
 
 
 def true_first(tiles: Tensor) -> tuple[Tensor, Tensor]:

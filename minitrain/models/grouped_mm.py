@@ -86,7 +86,11 @@ def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     grad = grad.contiguous()
     # [experts, out, in]: contiguous as the weights, of which `stack` is the transpose
     grad_weights = _grouped_mm(grad.T, x, offsets)
-    return _grouped_mm(grad, stack.transpose(-2, -1), offsets), grad_weights.transpose(-2, -1), None
+    return (
+        _grouped_mm(grad, stack.transpose(-2, -1), offsets),
+        grad_weights.transpose(-2, -1),
+        None,
+    )
 
 
 _grouped_mm.register_autograd(

@@ -156,7 +156,8 @@ class Mamba2(nn.Module):
         mixed = causal_conv(mixed, weight, bias, document_ids, conv)
         # not F.silu: the compiler would keep its fp32 intermediate
         mixed = mixed * torch.sigmoid(mixed)
-        x, b, c = mixed.split([heads * head_dim, self.shape.state, self.shape.state], dim=-1)
+        state = self.shape.state
+        x, b, c = mixed.split([heads * head_dim, state, state], dim=-1)
         dt = F.softplus(dt.float() + of_groups(self.dynamics.dt_bias, heads))
         if self.shape.dt_min:
             dt = dt.clamp(min=self.shape.dt_min)
@@ -266,7 +267,8 @@ def scan(
         runs = torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
     else:
         # number runs of equal ids 0, 1, 2, ...: equal numbers mean that nothing was cleared between
-        runs = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0)).cumsum(1)
+        begins = document_ids[:, 1:] != document_ids[:, :-1]
+        runs = F.pad(begins, (1, 0)).cumsum(1)
     # [batch, chunks, Q, ...] each
     xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
     # [batch, chunks, Q, G, R]: log of the decay since the chunk's start
@@ -315,7 +317,8 @@ def _inside(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Ten
     # [batch, chunks, Q, Q]
     seen = causal & (runs[..., :, None] == runs[..., None, :])
     # [batch, chunks, G, R, Q, Q]: exp(a_i - a_j)
-    weight = _exp_where(seen[:, :, None, None], decay[..., :, None] - decay[..., None, :])
+    difference = decay[..., :, None] - decay[..., None, :]
+    weight = _exp_where(seen[:, :, None, None], difference)
     # [batch, chunks, G, Q, Q], for all heads of a group
     scores = torch.einsum("zkign,zkjgn->zkgij", c, b)
     weight = (scores[:, :, :, None] * weight).to(x.dtype)

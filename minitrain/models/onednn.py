@@ -94,7 +94,9 @@ class OnednnLinear(nn.Linear):
         # [..., in] -> [..., out]
         if not takes(x, 2 * x.numel() * self.out_features):
             return super().forward(x)
-        return Product.apply(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
+        rows = x.flatten(0, -2)
+        y = Product.apply(rows, self.weight, self.bias)
+        return y.unflatten(0, x.shape[:-1])
 
 
 class Product(torch.autograd.Function):

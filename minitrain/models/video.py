@@ -27,7 +27,8 @@ def patchify(latents: Tensor, patch: tuple[int, int, int]) -> Tensor:
     f, h, w = patch_grid(latents, patch)
     pf, ph, pw = patch
     # [batch, f, h, w, channels, pf, ph, pw]
-    pieces = latents.reshape(batch, channels, f, pf, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7)
+    pieces = latents.reshape(batch, channels, f, pf, h, ph, w, pw)
+    pieces = pieces.permute(0, 2, 4, 6, 1, 3, 5, 7)
     return pieces.reshape(batch, f * h * w, channels * pf * ph * pw)
 
 
@@ -38,7 +39,9 @@ def unpatchify(x: Tensor, grid: tuple[int, int, int], patch: tuple[int, int, int
     """
     frames, height, width = (n * p for n, p in zip(grid, patch, strict=True))
     # [batch, channels, f, pf, h, ph, w, pw]
-    pieces = x.unflatten(-1, (*patch, -1)).unflatten(1, grid).permute(0, 7, 1, 4, 2, 5, 3, 6)
+    pieces = x.unflatten(-1, (*patch, -1))
+    pieces = pieces.unflatten(1, grid)
+    pieces = pieces.permute(0, 7, 1, 4, 2, 5, 3, 6)
     return pieces.reshape(len(x), -1, frames, height, width)
 
 

@@ -215,7 +215,8 @@ class CrossAttention(nn.Module):
     def _look(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return full attention of q [batch, seq, dim] to k, v [batch, tokens, dim], as q."""
         # [batch, heads, seq or tokens, head_dim]
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return attention(q, k, v, Mask(causal=False)).transpose(1, 2).flatten(2)
 
 

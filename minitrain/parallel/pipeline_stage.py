@@ -29,7 +29,12 @@ class Stage(PipelineStage):
     """
 
     def __init__(
-        self, compute: Callable[..., Tensor], *args, keeps_sends: bool, splits_loss: bool, **kwargs
+        self,
+        compute: Callable[..., Tensor],
+        *args,
+        keeps_sends: bool,
+        splits_loss: bool,
+        **kwargs,
     ):
         # compute returns [micro, seq / cp / tp, hidden], or from the last stage the loss []
         super().__init__(*args, **kwargs)
@@ -104,7 +109,9 @@ def keep_weights(schedule, rank: int) -> None:
             releases[action.stage_index] = index
     kept = {*gathers.values(), *releases.values()}
     others = (UNSHARD, RESHARD)
-    actions[:] = [a for i, a in enumerate(actions) if i in kept or a.computation_type not in others]
+    actions[:] = [
+        a for i, a in enumerate(actions) if i in kept or a.computation_type not in others
+    ]
 
 
 def skip_vote(schedule) -> None:

@@ -91,7 +91,9 @@ class PagedKVCache(LayerCache):
         self.pools: list[Tensor] = []
         self.buffers: list[Tensor] = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None
+    ) -> Tensor:
         """Cache the step's keys and values, and attend to all keys of each token's sequence.
 
         q: [1, heads, tokens, head_dim]; k: [1, kv_heads, tokens, head_dim].
@@ -130,7 +132,9 @@ class PagedKVCache(LayerCache):
         # with sinks, FlexAttention would run a mask without a tensor: a kernel for every length
         mask = self.caches.step.mask(chunk, self.window, plain=sinks is None)
         with sdpa_kernel(PREFILL_BACKENDS) if q.is_cuda else nullcontext():
-            return attention(q[:, :, chunk.tokens], seen[0], seen[-1][..., :width], mask, sinks)
+            queries = q[:, :, chunk.tokens]
+            values = seen[-1][..., :width]
+            return attention(queries, seen[0], values, mask, sinks)
 
     def attend_to_pool(self, q: Tensor, width: int, sinks: Tensor | None) -> Tensor:
         """Attend to the pool in a decoding step on CUDA. It holds the new keys and values already.

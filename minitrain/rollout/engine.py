@@ -7,20 +7,17 @@
 
 A decoding step goes scheduler -> prepare -> model -> sample -> scheduler: `schedule` (scheduler.py),
 `prepare`, `decode` and `sample` (batch.py), `_end` here, `decoded` (scheduler.py). It is one
-forward pass over one token of each sample, whose head samples the next tokens. A sample has a row
-of the batch.
-The batch has 1, 2, 4, ... rows, some of them padding, and all that changes between steps is in
-buffers with fixed addresses. So on CUDA the step is captured as a graph once per number of rows.
-The graph is replayed `steps` times before the host looks at the tokens; it then drops those after
-a sample's end.
+forward pass over one token of each sample, whose head samples the next tokens. A sample is a row.
+A batch has 1, 2, 4, ... rows, some of them padding, and all that changes between steps is in
+buffers with fixed addresses. So on CUDA a step is captured as a graph once per number of rows and
+replayed `steps` times. Then the host looks at the tokens, and drops those after a sample's end.
 
 Tensor parallel: every rank of the group calls the same methods in the same order. Ranks need not
 communicate about schedules, which depend on these calls alone. They agree on tokens by exchanging
 their best candidates. Rows are padded to a multiple of the ranks, for sequence parallelism. With
 expert parallelism over the same ranks, tokens travel to the experts and back.
 
-Left out: pipeline parallel, speculative decoding, and graphs of steps in which the host must wait
-for the device (`waits_for_device`).
+Left out: pipeline parallel, speculative decoding, graphs of steps that wait (`waits_for_device`).
 """
 
 import gc
@@ -77,7 +74,7 @@ class Sampler:
         self.ends = find_ends(model.config, tokenizer.eos_id if tokenizer else None)
         positions = self.config.max_position_embeddings
         self.longest = min(longest or positions, positions)
-        # with FSDP or expert parallelism the host's work differs from step to step
+        # under FSDP or expert parallelism the host's work differs from step to step
         self.compiles = self.settings.compile and not (
             isinstance(model, FSDPModule) or sends_tokens(model)
         )
@@ -155,7 +152,9 @@ class Sampler:
                 f"a prompt holds the token {wrong}: use 0 to {vocabulary - 1}, the model knows no others"
             )
         if params.stop and self.tokenizer is None:
-            raise InputError(f"sampling stop={list(params.stop)} needs a sampler with a tokenizer")
+            raise InputError(
+                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
+            )
         # new caches are free of it
         if self.has_nan and not self.busy:
             self.free()
@@ -173,7 +172,9 @@ class Sampler:
         if not isinstance(prompt, str):
             try:
                 # bytes hold integers, but are not token ids: as a list's item they are refused
-                return list(map(operator.index, [prompt] if isinstance(prompt, bytes) else prompt))
+                return list(
+                    map(operator.index, [prompt] if isinstance(prompt, bytes) else prompt)
+                )
             except TypeError:
                 raise InputError(
                     f"a prompt is {prompt!r:.60}: give a list of token ids, or text"

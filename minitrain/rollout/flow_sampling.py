@@ -90,7 +90,10 @@ def _slope(data: list[Tensor], lambdas, i: int) -> Tensor:
 
     data: each [batch, ...], as the result.
     """
-    return (data[i] - data[i - 1]) * (lambdas[i + 1] - lambdas[i]) / (lambdas[i] - lambdas[i - 1])
+    change = data[i] - data[i - 1]
+    step = lambdas[i + 1] - lambdas[i]
+    step_before = lambdas[i] - lambdas[i - 1]
+    return change * step / step_before
 
 
 def _corrections(data: list[Tensor], lambdas, i: int) -> list[tuple[float, Tensor]]:
@@ -135,13 +138,16 @@ def guided(
     negative = torch.zeros_like(text) if negative is None else negative
     copies = 1 if scale == 1 else 2
     texts = text if scale == 1 else torch.cat([text, negative])
-    image, condition = (None if x is None else torch.cat([x] * copies) for x in (image, condition))
+    image, condition = (
+        None if x is None else torch.cat([x] * copies) for x in (image, condition)
+    )
 
     def velocity(x: Tensor, sigma: float) -> Tensor:
         # x, as the result: [batch, channels, frames, height, width]; both texts in one batch
         noisy = torch.cat([x] * copies)
         noisy = noisy if condition is None else torch.cat([noisy, condition], dim=1)
-        out = model(noisy, torch.full((len(noisy),), 1000 * sigma, device=x.device), texts, image)
+        times = torch.full((len(noisy),), 1000 * sigma, device=x.device)
+        out = model(noisy, times, texts, image)
         if scale == 1:
             return out
         towards, away = out.chunk(2)

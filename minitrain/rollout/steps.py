@@ -97,7 +97,12 @@ class DecodingStep:
     """
 
     def __init__(
-        self, positions: Tensor, block_table: Tensor, slots: Tensor, page_size: int, pool_pages: int
+        self,
+        positions: Tensor,
+        block_table: Tensor,
+        slots: Tensor,
+        page_size: int,
+        pool_pages: int,
     ):
         self.positions = positions
         self.block_table = block_table

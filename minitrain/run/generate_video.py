@@ -55,7 +55,7 @@ def run(options: Namespace) -> None:
     }
     if options.prompts == "shapes":
         print(draw_shapes(model, options.out, **way))
-        print(f"next: open {Path(options.out).with_suffix('.apng')}, where they move, in a browser")
+        print(f"next: open {Path(options.out).with_suffix('.apng')} in a browser: they move")
         return
     if options.size is None:
         raise InputError(
@@ -145,7 +145,9 @@ def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
     return prompts
 
 
-def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str) -> None:
+def check_prompts(
+    prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str
+) -> None:
     """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
     wanted = {
         name: (len(prompts["text"]), *shape)
@@ -157,7 +159,12 @@ def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], s
 
 
 def draw_shapes(
-    model: Wan, path: str | Path, steps: int = 12, guidance: float = 4.0, write: bool = True, **way
+    model: Wan,
+    path: str | Path,
+    steps: int = 12,
+    guidance: float = 4.0,
+    write: bool = True,
+    **way,
 ) -> str:
     """Write a PNG of what the model draws for every prompt of the toy world.
 
@@ -178,4 +185,6 @@ def draw_shapes(
     if write:
         shapes.write_sheet(path, videos, [" ".join(words) for words in prompts])
     score = world.judge(videos, prompts)
-    return f"{path}: right in " + ", ".join(f"{name} {share:.0%}" for name, share in score.items())
+    return f"{path}: right in " + ", ".join(
+        f"{name} {share:.0%}" for name, share in score.items()
+    )

@@ -98,7 +98,9 @@ def start(config: Config) -> Meshes:
         timeout = timedelta(minutes=10)  # to find each other
         store, rank, world = join_store(timeout)
         check_device_type(store, rank, device.type)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=world
+        )
         watch.begin()
     if dist.get_world_size() > 1:
         check_same({"config": flatten_settings(to_dict(config)), "code": code_digests()})
@@ -172,7 +174,11 @@ def trial_step(trainer: Trainer) -> list[Tensor]:
     model = trainer.model
     dataset = Mock(config.batch.seq_len, config.model.config.vocab_size, seed=0, split=0)
     loss = forward_backward(
-        model, trainer.objective, trainer.micro_batches(dataset, 0), trainer.meshes, trainer.device
+        model,
+        trainer.objective,
+        trainer.micro_batches(dataset, 0),
+        trainer.meshes,
+        trainer.device,
     )
     gradients = [to_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)

@@ -94,7 +94,13 @@ def calibrated(system: System, outcome: dict) -> System:
         work = 2 * MATMUL_SIZE**3
         moved = (2 * BYTES[name] + 2) * MATMUL_SIZE**2
         square = Event(
-            "mm", "gemm", work, [(0, moved)], [], sizes=(1, *[MATMUL_SIZE] * 3), element=BYTES[name]
+            "mm",
+            "gemm",
+            work,
+            [(0, moved)],
+            [],
+            sizes=(1, *[MATMUL_SIZE] * 3),
+            element=BYTES[name],
         )
         seconds = work / outcome["matmul"][name] - BESIDE * moved / system.memory
         rates[name] = getattr(system, name) * work / system.gemm_rate(square) / seconds

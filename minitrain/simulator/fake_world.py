@@ -110,7 +110,9 @@ def fake_attention_backward(
 @fake_attention.register_fake
 def _(q, k, v, causal, pairs):
     # as the kernels lay it out: heads next to their channels
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+    batch, heads, queries, _ = q.shape
+    out = q.new_empty(batch, queries, heads, v.shape[-1])
+    out = out.transpose(1, 2)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
@@ -266,7 +268,9 @@ def without_fake_tensors(function: Callable) -> Callable:
     return run
 
 
-def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, **kwargs) -> Tensor:
+def as_strided_unless_placeholder(
+    as_strided: Callable, tensor: Tensor, *args, **kwargs
+) -> Tensor:
     """Return placeholders as they are, as parallel/fsdp_fp8.py's tensor subclass does in FSDP."""
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 

@@ -18,7 +18,13 @@ from minitrain.simulator.simulate import Simulation, record, simulated_figures, 
 from minitrain.simulator.simulate_policy import Stack, policy_figures, training_config
 from minitrain.simulator.timeline import System, rates_of
 
-PREDICTED = ("step_time_s", "tokens_per_sec_per_gpu", "tflops_per_gpu", "peak_memory_gib", "ratio")
+PREDICTED = (
+    "step_time_s",
+    "tokens_per_sec_per_gpu",
+    "tflops_per_gpu",
+    "peak_memory_gib",
+    "ratio",
+)
 
 
 def as_published(config: Config, row: str, system: System, simulation: Simulation) -> dict:

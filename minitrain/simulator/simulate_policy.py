@@ -144,7 +144,10 @@ def phase_seconds(
     sampler = seconds["generation_s"]
     trainer = seconds["logprobs_s"] + seconds["training_s"]
     step = max(sampler, trainer) if config.grpo.generation_ranks else sampler + trainer
-    return {"step_time_s": step + seconds["refit_s"] + (stack.prepare if stack else 0.0), **seconds}
+    return {
+        "step_time_s": step + seconds["refit_s"] + (stack.prepare if stack else 0.0),
+        **seconds,
+    }
 
 
 def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
@@ -178,7 +181,9 @@ def training_config(config: Config) -> Config:
     It is plain language modeling, which computes the same. Tokens are mock: data.path has problems.
     """
     rows = row_ranks(config) * config.batch.micro
-    packs = math.ceil(rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows)
+    packs = math.ceil(
+        rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows
+    )
     batch = dataclasses.replace(
         config.batch, global_=enough_for_pipeline(config.parallel, packs) * rows
     )
