@@ -102,7 +102,8 @@ def test_several_splits_are_not_mixed(written):
 def test_damage_is_told_in_a_line(written, tmp_path, name, damage):
     """With the file's name; flipped bits may go unseen, but never end the program otherwise."""
     whole, file = (written / name).read_bytes(), tmp_path / Path(name).name
-    places = range(0, len(whole), max(1, len(whole) // 40))
+    count = 2000 if damage == "flipped" and name.endswith(".arrow") else 40  # offsets are few
+    places = range(0, len(whole), max(1, len(whole) // count))
     for place in places if damage != "head" else [10]:
         changed = whole[:place] + bytes([whole[place] ^ 20]) + whole[place + 1 :]
         file.write_bytes({"cut": whole[:place], "flipped": changed, "head": whole[:10]}[damage])

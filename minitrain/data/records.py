@@ -207,6 +207,8 @@ def _table_rows(file: Path, head: bytes) -> Iterator[bytes]:
                 raw.seek(0)
                 batches = pyarrow.ipc.open_stream(raw)
             for batch in batches:
+                # a damaged offset would be read wherever it points
+                batch.validate(full=True)
                 for row in batch.to_pylist():
                     yield json.dumps(row, default=str).encode()
     # of damaged files pyarrow can say nearly anything
