@@ -50,7 +50,7 @@ def with_settings(**settings) -> dict:
     ({"batch": {"seq_len": 32}}, "batch.seq_len=32 is not the number of patches of data.size=[2, 4, 8], 16"),
     ({"parallel": {"pp": 2}}, "parallel.pp=2, async_tp=false are not for diffusion"),
     ({"data": {"size": [-2, -4, 8]}}, "data.size=[-2, -4, 8] must be frames, height and width"),
-    ({"data": {"packed": True}}, "data.packed=true is for task=sft and lora, not for task=diffusion"),
+    ({"data": {"packed": True}}, "data.packed=true is for task=sft, lora and dpo, not for task=diffusion"),
     ({"parallel": {"async_tp": True}}, "parallel.pp=1, async_tp=true are not for diffusion"),
     ({"parallel": {"cp": 2, "tp": 4, "context": "ulysses"}}, "tp=4 x cp=2 with context=ulysses does not divide num_a"),
     ({"parallel": {"cp": 8, "tp": 4}}, "parallel.tp=4 x cp=8 with context=allgather does not divide batch.seq_len=16"),

@@ -87,10 +87,12 @@ def test_the_end_of_a_run_in_six_lines(tmp_path, capsys):
 def test_the_next_command_is_one_for_what_was_made(tree, command):
     config = SimpleNamespace(
         task="pretrain", lora=None, out_dir="out/a b", model=SimpleNamespace(path=""),
-        data=SimpleNamespace(kind="jsonl", tokenizer="bytes"),
+        data=SimpleNamespace(kind="jsonl", tokenizer="bytes", sources=[]),
     )  # fmt: skip
     for key, value in tree.items():
-        setattr(config, key, SimpleNamespace(**value, path="", tokenizer="bytes") if isinstance(value, dict) else value)
+        if isinstance(value, dict):
+            value = SimpleNamespace(**value, path="", tokenizer="bytes", sources=[])
+        setattr(config, key, value)
     assert next_command(config).replace("'out/a b'", "out/a\\ b").startswith(f"python -m {command}")
 
 

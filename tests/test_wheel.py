@@ -73,7 +73,7 @@ def test_a_file_of_ones_own_is_taken_before_the_packages(tmp_path, monkeypatch):
 
 
 def test_first_words_are_commands(installed):
-    line = "first comes one of tokenize, train, curves, evaluate, generate, merge, bench"
+    line = "first comes one of tokenize, encode-video, train, curves, export, evaluate, generate, merge, bench"
     for words in ([], ["trian"]):
         done = minitrain(installed, *words)
         assert done.returncode == 2 and line in done.stderr

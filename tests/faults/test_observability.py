@@ -221,7 +221,7 @@ def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # no
 ])  # fmt: skip
 def test_settings_that_choose_rows(kind, change, chosen):
     tree = {"data.kind": kind, "batch.micro": 1, "task": "pretrain", "grpo.prompts": 2, "optim.lr": 1.0}
-    before, now = {"settings": tree}, {"settings": tree | fingerprint.flatten(change)}
+    before, now = {"settings": tree}, {"settings": tree | flatten_settings(change)}
     note, *warning = fingerprint.other_settings(before, now)
     assert note.startswith("note") and bool(warning) == chosen
 
