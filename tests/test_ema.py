@@ -9,6 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from minitrain import load_pretrained, train
 from minitrain.run import config as configs
+from minitrain.run import export_step
 from minitrain.run.checkpoint import Checkpointer
 from minitrain.run.launch import make_trainer, start
 from minitrain.training.ema import averaged_weights
@@ -132,7 +133,7 @@ def run(tmp_path):
     return train_to
 
 
-def test_a_run_validates_and_exports_the_average(run):
+def test_a_run_validates_and_exports_the_average(run, tmp_path):
     """And trains as without: its losses are the same to the bit."""
     plain, weights = run("plain", 0, 6)
     lines, average = run("average", 0.8, 6)
@@ -141,6 +142,8 @@ def test_a_run_validates_and_exports_the_average(run):
     assert [line.get("val_loss") for line in lines][3:] == [line.get("val_loss") for line in stopped][3:]
     assert all(a["val_loss"] != b["val_loss"] for a, b in zip(lines, plain, strict=True) if "val_loss" in a)
     check_close([resumed], average, 0, "exported after a stop")
+    export_step.main(["--run", str(tmp_path / "average"), "--out", str(tmp_path / "exported")])
+    check_close([dict(load_pretrained(tmp_path / "exported").named_parameters())], average, 0, "exported by command")
     assert not any(torch.equal(average[name], weights[name]) for name in weights)
 
 

@@ -60,8 +60,18 @@ def main(arguments: list[str]) -> None:
     trainer = make_trainer(config, start(config))
     weights = changing(trainer.model)
     reader = IndexedReader(folder, read_description(folder)["files"])
-    check_weights(folder, reader.index.state_dict_metadata, weights, set(weights))
+    stored = reader.index.state_dict_metadata
+    check_weights(folder, stored, weights, set(weights))
     dcp.load(weights, storage_reader=reader)
+    # a run with optim.ema writes the averages of its weights
+    averages = {
+        f"{name}/ema": tensor.float()
+        for name, tensor in weights.items()
+        if f"{name}/ema" in stored
+    }
+    dcp.load(averages, storage_reader=reader)
+    for entry, average in averages.items():
+        weights[entry.removesuffix("/ema")].copy_(average)
     work = out.with_name(f"{out.name}.tmp")
     make_empty(work)
     export(trainer, config, work, asks)
