@@ -162,6 +162,22 @@ def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
     assert theirs.decode(tokens[trained & ~said]) == PUBLISHED[name][1] * (len(chat) // 2)
 
 
+def test_an_exported_checkpoint_of_pairs_is_asked_as_in_training(tmp_path):
+    jinja = published("deepseek_r1_distill")
+    (tmp_path / "own").mkdir()
+    tokenizer_with(tmp_path / "own", jinja, specials_in(jinja))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "3"}\n')
+    tree = {
+        "task": "dpo", "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1}, "device": "cpu",
+        "data": {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "own")},
+        "batch": {"global": 1, "micro": 1, "seq_len": 128}, "steps": 1, "out_dir": str(tmp_path / "out"),
+    }  # fmt: skip
+    train_model.train(from_dict(tree))
+    dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
+    exported, ended = ((tmp_path / folder / "chat_template.jinja").read_text() for folder in ("exported", "out"))
+    assert exported == ended != jinja
+
+
 @pytest.mark.parametrize("name, shortened", [
     ("deepseek_r1_distill", 2), ("deepseekv3", 2), ("nemotron_3_nano", 0), ("nemotron_3_super", 0), ("qwen3", 0),
     ("llama3", 0),
@@ -185,8 +201,9 @@ def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened
     train_model.train(from_dict(tree))
     said = " ".join(capsys.readouterr().out.split())
     dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
-    for file in (tmp_path / "exported").iterdir():
-        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+    exported = {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
+    assert exported == {file: (tmp_path / "out" / file).read_bytes() for file in exported}
+    assert ("chat_template.jinja" in exported) == (tmp_path / "out" / "chat_template.jinja").exists()
     lost = len(thinking) if shortened else 0
     assert (f"{lost} of 3 replies lose text" in said) == bool(lost) == ("lose text" in said)
     tuned, template = AutoTokenizer.from_pretrained(tmp_path / "out"), choose_template("auto", ours)

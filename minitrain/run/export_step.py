@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> None:
     )
     from minitrain.run.checkpoint_state import changing, check_weights
     from minitrain.run.config import load
+    from minitrain.run.config_checks import CHATS
     from minitrain.run.export import export
     from minitrain.run.launch import make_trainer, start
     from minitrain.run.progress import next_command
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> None:
         raise InputError(f"checkpoint {folder} is damaged: {problem}")
     config = load(Path(options.run, "config.yaml"), ALONE.split())
     asks = None
-    if config.task in ("sft", "lora"):
+    if config.task in CHATS:
         # the chats say how replies begin
         asks = getattr(open_dataset(config)[0], "asks", None)
     trainer = make_trainer(config, start(config))
