@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -221,6 +222,21 @@ def test_a_slow_reader_is_waited_for():
             process.wait(3)
         assert pipe.read() == "".join(f"line {i}\n" for i in range(20_000))
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_one_write(unbuffered):
+    """Also of an unbuffered interpreter, whose print writes the line's end by itself: another rank's line came between.
+
+    A datagram is what one write has written.
+    """
+    program = "import sys" + PRINTING.replace("20_000", "3").replace(", i)", ", i, file=sys.stderr)")
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    reader.settimeout(60)
+    with reader, writer:
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, stderr=writer, check=True)
+        assert [reader.recv(100) for _ in range(3)] == [b"line 0\n", b"line 1\n", b"line 2\n"]
 
 
 def test_an_interrupted_program_says_so(monkeypatch, capsys):

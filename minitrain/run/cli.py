@@ -162,10 +162,12 @@ class Display:
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # letters that the terminal has not, in a text or a file's name
-            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        if isinstance(stream, io.TextIOWrapper):
+            # letters that the terminal has not, in a text or a file's name; and, also under
+            # PYTHONUNBUFFERED, a line is one write: else the lines of two ranks mix
+            stream.reconfigure(
+                errors="backslashreplace", line_buffering=True, write_through=False
+            )
             with suppress(OSError):  # is in memory
                 os.set_blocking(
                     stream.fileno(), True
