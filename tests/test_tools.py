@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 
 import numpy as np
 import pytest
@@ -37,10 +38,10 @@ def test_tokenized_files_give_the_rows_of_the_texts(tmp_path, monkeypatch, capsy
         text = f"Document {number}, {'long ' * 9 * number}end"
         lines = [json.dumps({"text": f"{part}: {text}"}) for part in range(3)]
         (tmp_path / "in" / f"{number}.{suffix}").write_text(text if suffix == "txt" else "\n".join(lines))
-    out = tmp_path / "new" / "tokens"
+    out = tmp_path / "new" / "my tokens"
     dispatch(["tokenize", "--tokenizer", "bytes", "--out", str(out), "--processes", processes, str(tmp_path / "in")])
-    assert f"data.path={out} data.tokenizer=bytes data.document_end=257" in capsys.readouterr().out
-    shards = sorted(out.iterdir())
+    _, advice = capsys.readouterr().out.split("next: minitrain ")
+    shards = sorted(out.glob("*.npy"))
     assert len(shards) == 3 and all(np.load(shard).dtype == np.uint16 for shard in shards)
     kind = "text" if suffix == "txt" else "jsonl"
     texts, _ = open_data(Data(kind, str(tmp_path / "in")), 32, 258, seed=5)
@@ -49,6 +50,18 @@ def test_tokenized_files_give_the_rows_of_the_texts(tmp_path, monkeypatch, capsy
     for number in range(2 * len(texts)):
         for key, column in texts.row(number).items():
             assert torch.equal(column, tokens.row(number)[key])
+    # what is printed works as it is typed, and makes a model with its tokenizer
+    monkeypatch.chdir(tmp_path)
+    small = ["device=cpu", "compile=false", "precision=fp32", "steps=1", "checkpoint.asynchronous=false"]
+    small += ["batch.global=1", "batch.micro=1", "batch.seq_len=32", "optim.warmup=0", "data.validation=0"]
+    model = "model={name: llama3.1-8b-tiny, num_layers: 1, vocab_size: 258}"
+    dispatch([*shlex.split(advice), *small, "out_dir=my run", model])
+    capsys.readouterr()
+    dispatch(["evaluate", "--model", "my run", "--device", "cpu", str(tmp_path / "in")])
+    *words, text = shlex.split(capsys.readouterr().out.split("next: minitrain ")[1])
+    assert text == "TEXT"
+    dispatch([*words, "a", "--device", "cpu", "--max-tokens", "2"])
+    assert minitrain.load_tokenizer("my run").encode("a") == [97]
 
 
 def test_nothing_is_left_of_texts_that_cannot_be_read(tmp_path):

@@ -6,6 +6,7 @@ Videos whose files are there already are left out, so that the same command cont
 """
 
 from pathlib import Path
+from shlex import quote
 
 from tqdm import tqdm
 
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> None:
             save_video(work, latents, text, negative=negative)
             work.replace(file)
     print(f"{out} holds {len(captions):,} videos of {options.videos}")
-    print(f"next: minitrain train --config train/wan-lora data.path={out}")
+    print(f"next: minitrain train --config train/wan-lora {quote(f'data.path={out}')}")
 
 
 def find_captions(folder: Path) -> dict[Path, str]:

@@ -6,6 +6,7 @@ what stands before it in the same --seq-len tokens.
 """
 
 import math
+from shlex import quote
 
 from minitrain.errors import InputError
 from minitrain.run import cli
@@ -71,5 +72,5 @@ def main(arguments: list[str]) -> None:
     else:
         told += f", {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
     print(told)
-    adapter = f" --adapter {options.adapter}" if options.adapter else ""
-    print(f"next: minitrain generate --model {options.model}{adapter} --prompt TEXT")
+    adapter = f" --adapter {quote(options.adapter)}" if options.adapter else ""
+    print(f"next: minitrain generate --model {quote(options.model)}{adapter} --prompt TEXT")

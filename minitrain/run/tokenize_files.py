@@ -2,13 +2,15 @@
 
 FILES are .jsonl files or tables, a document a line, or texts, a document each; folders and globs
 stand for their files. Each process takes a group of files, whose tokens it holds in memory, and
-writes a .npy file of uint16 or uint32, for data.kind=tokens: the same rows as from the texts.
+writes a .npy file of uint16 or uint32, for data.kind=tokens: the same rows as from the texts. The
+tokenizer lies beside them, and is saved with a model trained on them.
 """
 
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 from tqdm import tqdm
@@ -35,8 +37,8 @@ def main(arguments: list[str]) -> None:
     from minitrain.run.checkpoint_files import make_empty
     from minitrain.settings import Data
 
-    end = load_tokenizer(options.tokenizer).eos_id
-    if end is None:
+    tokenizer = load_tokenizer(options.tokenizer)
+    if tokenizer.eos_id is None:
         raise InputError(f"--tokenizer {options.tokenizer} names no eos, which ends documents")
     out = Path(options.out)
     if out.exists():
@@ -46,6 +48,7 @@ def main(arguments: list[str]) -> None:
     groups = [files[start : start + size] for start in range(0, len(files), size)]
     work = out.with_name(f"{out.name}.tmp")
     make_empty(work)
+    tokenizer.save(work)
     write = partial(write_tokens, options.tokenizer, options.field, work)
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         written = pool.map(write, range(len(groups)), groups)
@@ -53,8 +56,9 @@ def main(arguments: list[str]) -> None:
     work.rename(out)
     documents, tokens = map(sum, zip(*counts, strict=True))
     print(f"{out} holds {tokens:,} tokens of {documents:,} documents in {len(groups):,} files")
-    words = f"data.tokenizer={options.tokenizer} data.document_end={end}"
-    print(f"next: minitrain train --config train/pretrain-tokens data.path={out} {words}")
+    words = [quote(f"data.{key}={out}") for key in ("path", "tokenizer")]
+    told = f"{' '.join(words)} data.document_end={tokenizer.eos_id}"
+    print(f"next: minitrain train --config train/pretrain-tokens {told}")
 
 
 def write_tokens(
