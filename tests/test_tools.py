@@ -52,8 +52,8 @@ def test_tokenized_files_give_the_rows_of_the_texts(tmp_path, monkeypatch, capsy
             assert torch.equal(column, tokens.row(number)[key])
     # what is printed works as it is typed, and makes a model with its tokenizer
     monkeypatch.chdir(tmp_path)
-    small = ["device=cpu", "compile=false", "precision=fp32", "steps=1", "checkpoint.asynchronous=false"]
-    small += ["batch.global=1", "batch.micro=1", "batch.seq_len=32", "optim.warmup=0", "data.validation=0"]
+    small = ["device=cpu", "compile=false", "precision=fp32", "steps=1", "validation.every=0", "optim.warmup=0"]
+    small += ["batch.global=1", "batch.micro=1", "batch.seq_len=32", "data.validation=0"]
     model = "model={name: llama3.1-8b-tiny, num_layers: 1, vocab_size: 258}"
     dispatch([*shlex.split(advice), *small, "out_dir=my run", model])
     capsys.readouterr()
