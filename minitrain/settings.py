@@ -109,8 +109,6 @@ class Parallel:
     prefetch: int = number(1, 0)  # how many blocks ahead to gather
     # how context-parallel ranks exchange keys and values
     context: Literal["allgather", "ulysses"] = "allgather"
-    # CUDA and compile only: overlap tensor parallel's collectives with its matrix products
-    async_tp: bool = False
     # of pipeline stages: see parallel/pipeline.py
     schedule: Literal[
         "GPipe",

@@ -129,6 +129,7 @@ def test_what_is_written_is_read_back_the_same():
     "tree, line",
     [
         ({"stepz": 1}, r"unknown key stepz \(nearest: steps\)"),
+        ({"parallel": {"async_tp": True}}, r"unknown key parallel.async_tp \("),
         ({"optim": {"learning_rate": 1}}, r"unknown key optim.learning_rate \(use optim.lr\)"),
         ({"model": {"name": "llama3-8b", "layers": 2}}, r"unknown key model.layers \(nearest: num_layers\)"),
         ({"model": "lama3-8b"}, r"model 'lama3-8b' is unknown \(nearest: 'llama3-8b'"),

@@ -11,7 +11,7 @@ from minitrain.data.text import Mock
 from minitrain.models.router import Router
 from minitrain.run import config as configs
 from minitrain.run.generate_video import draw_shapes
-from minitrain.run.launch import start, trial_step
+from minitrain.run.launch import start
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer, is_due, set_token_counts, to_device, training_steps
 from minitrain.training.loss import IGNORE
@@ -114,19 +114,6 @@ def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):
 def test_what_is_due_now_and_then_is_always_due_at_the_end():
     assert [n for n in range(1, 11) if is_due(n, 3, last=10)] == [3, 6, 9, 10]
     assert [n for n in range(1, 11) if is_due(n, 0, last=10)] == [10]
-
-
-def test_a_trial_step_leaves_nothing_behind():
-    """What it counts would move the selection bias after the first real step."""
-    small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
-    config = configs.from_dict(dict(model=small, device="cpu", batch={"global": 2, "micro": 1, "seq_len": 16}))
-    trainer = Trainer(config, start(config))
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    assert len(trial_step(trainer)) > 1
-    after = trainer.model.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert trainer.model.model.layers["1"].mlp.gate.load is None
-    assert all(p.grad is None for p in trainer.model.parameters())
 
 
 def draws(parallel):

@@ -59,8 +59,6 @@ def test_sizes_that_are_small_already_stay_and_odd_ones_go():
     small = shrink(from_dict(tree | {"batch": batch | {"global": 8}, "parallel": split}))
     assert (small.batch.micro, small.batch.seq_len, small.compile) == (2, 16, False)
     assert small.parallel.layers_per_stage is None
-    overlapping = from_dict({"parallel": {"dp_shard": 1, "tp": 2, "async_tp": True}, "compile": True})
-    assert not shrink(overlapping).parallel.async_tp
     assert shrink(from_dict({"batch": {"global": 1, "micro": 1, "seq_len": 5}})).batch.seq_len == 8
     packed = load(ROOT / "configs/nemo/h100/llama3-8b-sft-8gpu.yaml")
     assert packed.reference["convention"] == "nemo_squad" and "convention" not in shrink(packed).reference

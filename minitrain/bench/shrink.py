@@ -106,7 +106,6 @@ def shrink_parallel(config: Config) -> Parallel:
         **sizes,
         dp_shard=shards,
         layers_per_stage=None,
-        async_tp=False,
     )
 
 

@@ -45,9 +45,7 @@ def all_reduce(x: Tensor, op: str, name: str) -> Tensor:
 
 
 # torch's operators gather and scatter along dim 0. With a batch of 1, usual for long sequences,
-# that is seq, and nothing is copied. With more, the copies below have the form that the compiler's
-# pass for `overlap_collectives` knows. With one, the pass finds collectives before a product in the
-# backward pass, and those after one in the forward pass.
+# that is seq, and nothing is copied.
 
 
 def all_gather(x: Tensor, size: int, name: str) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from minitrain.models.wan import Wan
-from minitrain.parallel.compiling import compile_blocks, overlap_collectives
+from minitrain.parallel.compiling import compile_blocks
 from minitrain.parallel.context import context_parallel
 from minitrain.parallel.expert import expert_parallel
 from minitrain.parallel.fsdp import shard
@@ -54,8 +54,6 @@ def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
     if meshes.cp.size() > 1:
         context_parallel(model, meshes.cp, config.parallel.context)
     recompute(model.blocks, config.recompute, random=bool(config.lora and config.lora.dropout))
-    if config.parallel.async_tp:
-        overlap_collectives(meshes.tp)
     if config.compile:
         # videos vary in length
         compile_blocks(model.blocks, dynamic=None if config.data.kind == "latents" else False)

@@ -303,10 +303,7 @@ def _diffusion_faults(c: Config) -> Faults:
         d.kind not in ("mock", *VIDEOS),
         f"data.kind={d.kind} holds no videos (for task=diffusion use latents, shapes or mock)",
     )
-    yield (
-        p.pp > 1 or p.async_tp,
-        f"parallel.pp={p.pp}, async_tp={str(p.async_tp).lower()} are not for diffusion (use 1, false)",
-    )
+    yield p.pp > 1, f"parallel.pp={p.pp} is not for diffusion (use 1)"
     yield (
         model.in_channels < model.out_channels,
         f"model.in_channels={model.in_channels} must be at least out_channels={model.out_channels}: the noisy "

@@ -92,6 +92,8 @@ def read_tree(path: str | Path) -> dict:
     return tree
 
 
+# settings that are gone, with the value that the config.yaml of an earlier version's run has
+REMOVED = {"parallel.async_tp": False}
 # of `parallel`, which need not be named
 SHORT = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp")
 UNIONS = (types.UnionType, typing.Union)
@@ -225,6 +227,8 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
         raise InputError(f"{where} must be a mapping, not {type_and_value(value)}")
     hints = typing.get_type_hints(kind)
     known = {name.rstrip("_"): name for name in hints}
+    prefix = where + "." if where else ""
+    value = {key: v for key, v in value.items() if REMOVED.get(f"{prefix}{key}", ...) != v}
     for key in value:
         # as optim.lr for lr
         homes = [
@@ -237,7 +241,6 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
                 f"unknown key {key} (nearest: {' or '.join(f'{home}.{key}' for home in homes)})"
             )
         check_known(key, known, where)
-    prefix = where + "." if where else ""
     return kind(
         **{known[key]: convert(hints[known[key]], v, prefix + key) for key, v in value.items()}
     )

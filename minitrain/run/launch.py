@@ -12,19 +12,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch import Tensor
 from torch.nn import Module
 
-from minitrain.data.text import Mock
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_weights
 from minitrain.formats.peft import fill_adapters
 from minitrain.models.lora import is_adapter
-from minitrain.models.router import update_selection_bias
 from minitrain.parallel.agreement import FOR_EVER, gather
-from minitrain.parallel.compiling import check_overlap
 from minitrain.parallel.mesh import Meshes, build_meshes
-from minitrain.parallel.shards import local_shard, to_local
+from minitrain.parallel.shards import local_shard
 from minitrain.run import watch
 from minitrain.run.config import to_dict
 from minitrain.run.parallel_checks import check_layout
@@ -38,7 +34,7 @@ from minitrain.run.rendezvous import (
 from minitrain.run.same_run import check_same, code_digests, flatten_settings
 from minitrain.settings import Config
 from minitrain.training.build import initialize
-from minitrain.training.loop import Trainer, forward_backward
+from minitrain.training.loop import Trainer
 
 
 def pick_device(setting: str) -> torch.device:
@@ -148,10 +144,7 @@ def make_trainer(
     objective=None,
 ) -> Trainer:
     """Return a Trainer with the weights of `model.path` and `lora.path`, where there are such."""
-    trainer = Trainer(config, meshes, objective, partial(fill_weights, config))
-    if config.parallel.async_tp:
-        check_overlap(partial(trial_step, trainer))
-    return trainer
+    return Trainer(config, meshes, objective, partial(fill_weights, config))
 
 
 def fill_weights(config: Config, model: Module) -> None:
@@ -168,32 +161,13 @@ def fill_weights(config: Config, model: Module) -> None:
         fill_adapters(model, config.lora, config.lora.path, local_shard)
 
 
-def trial_step(trainer: Trainer) -> list[Tensor]:
-    """Return loss and gradients (this rank's parts) of a step on mock data that changes nothing."""
-    config = trainer.config
-    model = trainer.model
-    dataset = Mock(config.batch.seq_len, config.model.config.vocab_size, seed=0, split=0)
-    loss = forward_backward(
-        model,
-        trainer.objective,
-        trainer.micro_batches(dataset, 0),
-        trainer.meshes,
-        trainer.device,
-    )
-    gradients = [to_local(p.grad).clone() for p in model.parameters() if p.grad is not None]
-    trainer.optimizer.zero_grad(set_to_none=True)
-    update_selection_bias(model, 0)  # forgets whom the routers chose
-    return [loss, *gradients]
-
-
 def check_device(config: Config, device: torch.device) -> None:
     """Raise InputError for settings that `device` is not made for."""
     on_gpu = device.type == "cuda"
-    here = "this run is on the CPU (use false)"
     if config.profile.memory and not on_gpu:
-        raise InputError(f"profile.memory=true records the memory of a GPU, and {here}")
-    if config.parallel.async_tp and not on_gpu:
-        raise InputError(f"parallel.async_tp=true needs CUDA devices, and {here}")
+        raise InputError(
+            "profile.memory=true records the memory of a GPU, and this run is on the CPU (use false)"
+        )
     if config.precision == "fp8" and on_gpu and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise InputError(f"precision=fp8 needs FP8 units, which {name} lacks (use bf16)")

@@ -48,15 +48,6 @@ def tensor_faults(config: Config) -> Faults:
     name = "batch.seq_len" if p.cp == 1 else f"batch.seq_len / parallel.cp={p.cp}, i.e. seq_len"
     sizes[name] = config.batch.seq_len // p.cp
     yield from division_faults("parallel.tp", p.tp, sizes)
-    dropout = config.lora and config.lora.dropout
-    yield (
-        p.async_tp and (config.task in ("grpo", "dpo") or dropout),
-        "parallel.async_tp=true is not for task=grpo or dpo, or lora.dropout above 0 (use false)",
-    )
-    yield (
-        p.async_tp and (p.tp == 1 or not config.compile),
-        "parallel.async_tp=true needs parallel.tp above 1 and compile=true",
-    )
 
 
 def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:

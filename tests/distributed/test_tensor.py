@@ -4,38 +4,23 @@ Most runs are in fp64, where equality means equality: splitting the sums of a ma
 nearly cancel by about as much as they are off in one process.
 """
 
-import copy
-import os
-from collections import Counter
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo.utils
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._guards import detect_fake_mode
-from torch._inductor import config as inductor
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
-from torch._inductor.virtualized import V
-from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from minitrain import save_pretrained
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.models.attention import Mask
 from minitrain.models.decoder import Decoder
-from minitrain.parallel.compiling import check_overlap
 from minitrain.parallel.fsdp import set_gradient_sync, shard
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.run import config as configs
-from minitrain.run.launch import make_trainer, start
-from minitrain.simulator.fake_world import fake_world
+from minitrain.run.launch import start
 from minitrain.training import loss as losses
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
@@ -47,7 +32,6 @@ from tests.oracle import (
     built,
     check_close,
     collective,
-    plain_model,
     plain_step,
     ragged_batch,
     relative_error,
@@ -350,9 +334,6 @@ def test_pretrained_weights_are_cut_right(pool, tmp_path, name):
     ({"model": "nemotron3-nano-30b-a3b-tiny", "parallel": {"tp": 8}}, "tp=8 does not divide mamba_n_groups=4"),
     ({"model": {"name": "nemotron3-nano-30b-a3b-tiny", "mamba_n_groups": 1}}, "tp=2 does not divide mamba_n_groups=1"),
     ({"model": {"name": "nemotron3-nano-30b-a3b-tiny", "shared_expert_intermediate_size": 51}}, "divide shared_expert"),
-    ({"parallel": {"tp": 2, "async_tp": True}, "compile": True, "lora": {"dropout": 0.1}}, "lora.dropout above 0"),
-    ({"parallel": {"tp": 2, "async_tp": True}}, "async_tp=true needs parallel.tp above 1 and compile=true"),
-    ({"parallel": {"async_tp": True}, "compile": True}, "async_tp=true needs parallel.tp above 1 and compile=true"),
 ])  # fmt: skip
 def test_refusals(change, message):
     with pytest.raises(InputError) as refused:
@@ -362,71 +343,3 @@ def test_refusals(change, message):
 
 def test_experts_that_are_not_cut_need_not_divide():
     configs.from_dict(TREE | {"model": "mixtral-8x7b-tiny", "parallel": {"tp": 4, "ep": 4}})
-
-
-def refused_start(tree):
-    with pytest.raises(InputError, match="async_tp=true needs CUDA devices"):
-        start(configs.from_dict(tree))
-    return True
-
-
-def test_async_needs_cuda(pool):
-    tree = TREE | {"device": "cpu", "compile": True, "parallel": {"tp": 2, "async_tp": True}}
-    assert pool.run(2, refused_start, tree) == [True, True]
-
-
-@pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (1.01, True), (1.5, False), (float("nan"), False)])
-def test_async_results_are_compared_with_synchronous_ones(factor, agrees):
-    function = torch.compile(lambda x: x * (factor if torch.compiler.is_compiling() else 1), backend="eager")
-    x = torch.randn(8)
-    if agrees:
-        return check_overlap(lambda: [function(x)])
-    with pytest.raises(InputError, match="computes wrong results"):
-        check_overlap(lambda: [function(x)])
-
-
-def test_the_compiler_finds_collectives_to_overlap():
-    """Of several rows: in front of every product, and behind one where nothing is added. What runs is not fused."""
-    seen = Counter()
-
-    def compiler(module, inputs):
-        copied = copy.deepcopy(module)
-        with inductor.patch(_micro_pipeline_tp=True), V.set_fake_mode(detect_fake_mode(inputs)):
-            view_to_reshape(copied)
-            post_grad_passes(copied, is_inference=False)
-        names = [str(node.target) for node in copied.graph.nodes]
-        seen.update(name.split(".")[1] for name in names if "all_gather" in name or "reduce_scatter" in name)
-        return make_boxed_func(module)
-
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table())
-    with fake_world(2), _test_mode(), mock.patch("torch.distributed.is_nccl_available", lambda: True):
-        model = plain_model(configs.from_dict(TREE))
-        tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-        block = model.blocks[0]
-        block.compile(backend=backend, fullgraph=True)
-        x = torch.randn(2, 8, model.config.hidden_size, requires_grad=True)
-        block(x, model._rotary(torch.arange(16)[None]), Mask(causal=True)).sum().backward()
-    assert seen == {"fused_all_gather_matmul": 4, "fused_matmul_reduce_scatter": 2, "reduce_scatter_tensor": 2}
-
-
-def train_asynchronously(tree):
-    config = configs.from_dict(tree)
-    trainer = make_trainer(config, start(config))  # compares one step with the synchronous one
-    data, _ = open_dataset(config)
-    return trainer.step(data, 0)["loss"].item()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_async_on_gpus():
-    from torch.multiprocessing.spawn import spawn
-
-    spawn(run_on_gpu, nprocs=2)
-
-
-def run_on_gpu(rank):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511")
-    tree = TREE | {"device": "cuda", "precision": "bf16", "compile": True, "parallel": {"tp": 2, "async_tp": True}}
-    tree |= {"model": {"name": "llama3-8b", "num_layers": 2}, "batch": {"global": 2, "micro": 2, "seq_len": 4096}}
-    assert torch.isfinite(torch.tensor(train_asynchronously(tree)))

@@ -509,7 +509,6 @@ def test_it_learns(tmp_path):
     ({"rollout": {"temperature": 0}}, "rollout.temperature=0.0 must be above 0, for samples that differ"),
     ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout=0.1: the sampler would disagree with the trainer"),
     ({"optim": {"ema": 0.9}}, "optim.ema=0.9 is not for task=grpo"),
-    ({"parallel": {"tp": 2, "async_tp": True}, "compile": True}, "async_tp=true is not for task=grpo"),
     ({"grpo": {"dual_clip": 1.2, "clip_high": 0.2}}, "grpo.dual_clip=1.2 must be above 1 . clip_high=1.2"),
     ({"grpo": {"dual_clip": 3, "surrogate": "cispo"}}, "dual_clip=3.0 is of surrogate=clip alone, not of cispo"),
     ({"grpo": {"ratio": "sequence", "surrogate": "reinforce"}}, "surrogate=reinforce has no ratio .use ratio=token"),
