@@ -85,6 +85,14 @@ def test_numbers_of_tables_are_exact(written):
         assert [row["number"].digits() for row in objects_in(written / name)] == [str(n / 8) for n in range(1, 8)]
 
 
+def test_tables_may_hold_numbers_that_are_not_finite(tmp_path):
+    """As scores of a classifier do, beside the text that is read."""
+    table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "score": [float("nan"), float("-inf"), 0.1]})
+    table.to_parquet(tmp_path / "a.parquet")
+    assert [row["text"] for row in objects_in(tmp_path / "a.parquet")] == table["text"]
+    assert repr([row["score"] for row in objects_in(tmp_path / "a.parquet")]) == repr(table["score"][:])
+
+
 def told(path: Path, on_error: str = "error") -> str:
     with pytest.raises(InputError) as caught:
         open_data(Data("jsonl", str(path), on_error=on_error), 8, 258, 0)

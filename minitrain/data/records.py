@@ -104,9 +104,7 @@ def pieces_of(file: Path) -> Iterator[str]:
         while block := raw.read(PIECE) + raw.readline():
             rest += decode(block, file, place)
             place += len(block)
-            ends = next(
-                filter(None, ([cut.end() for cut in c.finditer(rest)] for c in CUTS)), [0]
-            )
+            ends = next(filter(None, ([cut.end() for cut in c.finditer(rest)] for c in CUTS)), [0])
             if ends[-1]:
                 yield rest[: ends[-1]]
                 rest = rest[ends[-1] :]
@@ -187,8 +185,8 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:
         raise InputError(f"{file}:{number + 1}: damaged or cut off: {error}") from error
 
 
-def _table_rows(file: Path, head: bytes) -> Iterator[bytes]:
-    """Yield the JSON of a table's rows, in which dates and the like are text."""
+def _table_rows(file: Path, head: bytes) -> Iterator[dict]:
+    """Yield a table's rows, in which dates and the like are text; NaN, which JSON lacks, stays."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -210,7 +208,7 @@ def _table_rows(file: Path, head: bytes) -> Iterator[bytes]:
                 # a damaged offset would be read wherever it points
                 batch.validate(full=True)
                 for row in batch.to_pylist():
-                    yield json.dumps(row, default=str).encode()
+                    yield json.loads(json.dumps(row, default=str), parse_float=Number)
     # of damaged files pyarrow can say nearly anything
     except Exception as error:
         raise InputError(f"{file} cannot be read by pyarrow: {error}") from error
