@@ -151,14 +151,17 @@ LAYOUTS = {
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 PARTLY = [("weight", 0.5), ("mask", True), ("trainable", "no"), ("train_detail", [{"train": False}]),
-          ("skip", True), ("assistant_masks", [0, 1])]  # fmt: skip
+          ("skip", True), ("assistant_masks", [0, 1]), ("is_trainable", False), ("train_on_turn", False),
+          ("no_loss", True), ("calculate_loss", 0), ("train_on_input", True), ("response_mask", [0, 1]),
+          ("supervised", False), ("rejected_messages", [{"role": "assistant", "content": "b"}])]  # fmt: skip
 MASKED = [("train", False), ("weight", 0), ("weight", 0.0), ("loss_mask", 0), ("trainable", False), ("learn", False),
           ("learnable", 0), ("loss_scale", 0.0), ("compute_loss", False)]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("key, value", [
-    ("functions", TOOLS), ("images", ["a.png"]), ("image", "a.png"), ("videos", ["a.mp4"]),
+    ("functions", TOOLS), ("images", ["a.png"]), ("image", "a.png"), ("videos", ["a.mp4"]), ("files", ["a.pdf"]),
+    ("tool_definitions", TOOLS), ("attachments", ["a.pdf"]), ("loss", 0),
     ("audio", {"path": "a.wav"}), ("sample_weight", 0.1), ("kto_tag", False), ("label", False), ("rejected", "b"),
     ("rejected", [{"role": "assistant", "content": "b"}]), ("rejected_response", "b"), *PARTLY,
 ])  # fmt: skip
@@ -172,6 +175,7 @@ def test_a_line_that_hides_more_is_refused_in_every_layout(layout, key, value):
 def test_what_a_template_is_shown_beside_the_messages(layout):
     line = LAYOUTS[layout]
     kwargs = {"enable_thinking": False, "none": None}
+    assert read_shown(line | {"enable_thinking": False}, "a:1") == {"enable_thinking": False}
     shown = read_shown(line | {"tools": TOOLS, "documents": [{"text": "d"}], "chat_template_kwargs": kwargs}, "a:1")
     assert shown == {"tools": TOOLS, "documents": [{"text": "d"}], "enable_thinking": False}
     assert read_shown(line | {"tools": json.dumps(TOOLS), "documents": []}, "a:1") == {"tools": TOOLS}
@@ -226,6 +230,7 @@ def test_turns_with_tools():
 @pytest.mark.parametrize("layout", ["pair", "alpaca", "squad"])
 @pytest.mark.parametrize("key, value", [
     ("history", [["a", "b"]]), ("choices", ["a", "b"]), ("options", {"A": "a"}), ("passage", "p"), ("document", "d"),
+    ("article", "p"), ("background", "b"), ("knowledge", ["k"]), ("evidence", "e"), ("schema", "CREATE TABLE t (a)"),
 ])  # fmt: skip
 def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
     with pytest.raises(InputError, match=f"^a:1: '{key}' is not supported"):
@@ -235,7 +240,7 @@ def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
             read_messages({key: "q", "input": "i", "answer": "a"}, "a:1")
     with pytest.raises(InputError, match="^a:1: 'context' is not supported"):
         read_messages(CHAT | {"context": "c"}, "a:1")
-    for name in ("thinking", "reasoning_content"):
+    for name in ("thinking", "reasoning_content", "cot"):
         _, reply = read_messages(LAYOUTS[layout] | {name: "t"}, "a:1")
         assert reply == Message("assistant", "a", {"reasoning_content": "t"})
 
@@ -243,6 +248,7 @@ def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
 @pytest.mark.parametrize("key, value", [
     ("function_call", {"name": "f"}), ("images", ["a.png"]), ("name", "Ann"), ("channel", "analysis"),
+    ("functions", TOOLS), ("tools", TOOLS), ("documents", ["d"]), ("tool_plan", "p"), ("refusal", "no"),
     ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}]), *PARTLY,
 ])  # fmt: skip
 def test_a_reply_that_hides_or_shows_more_is_refused(layout, key, value):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minitrain.data.chat_keys import CHAT_KEYS
+from minitrain.data.chat_keys import CHAT_KEYS, LEARNING
 from minitrain.data.chat_templates import (
     BEGINNING,
     EOS,
@@ -156,11 +156,12 @@ def read_messages(record: dict, where: str) -> Chat:
 def read_shown(record: dict, where: str) -> dict:
     """Return what a template is shown beside the messages of a line: tools and other variables.
 
-    tools, documents: lists. chat_template_kwargs: variables by name. Raises InputError, which
-    begins with `where`, for anything else.
+    tools, documents: lists. enable_thinking: a variable that verl reads there. chat_template_kwargs:
+    variables by name. Raises InputError, which begins with `where`, for anything else.
     """
     with located(where):
         shown = {key: read_value(record, key, list) for key in ("tools", "documents")}
+        shown["enable_thinking"] = record.get("enable_thinking")
         shown |= read_value(record, "chat_template_kwargs", dict) or {}
         return {key: value for key, value in shown.items() if value is not None}
 
@@ -223,9 +224,9 @@ def refuse_hidden(record: dict, keys: list[str], place: str) -> None:
 
 def is_learned(record: dict, keys: list[str]) -> bool:
     """Return false if one of `keys` is 0 or false. Raises InputError for other ways to mask."""
-    for key in CHAT_KEYS["masked"]:
-        if record.get(key):
-            shown = json.dumps(record[key])
+    for key, value in record.items():
+        if key not in keys and masks(key, value):
+            shown = json.dumps(value)
             raise InputError(f"{key!r} is {shown} (mask a whole reply by 'train': false)")
     given = {key: record[key] for key in keys if record.get(key) not in (None, "")}
     for key, value in given.items():
@@ -233,6 +234,14 @@ def is_learned(record: dict, keys: list[str]) -> bool:
             told = f"{key!r} is {json.dumps(value)}, but a reply is learned or not"
             raise InputError(f"{told} (1 and true, or 0 and false)")
     return all(given.values())
+
+
+def masks(key: str, value: Any) -> bool:
+    """Return whether a key is about what is learned, and not empty."""
+    if key in CHAT_KEYS["masked"]:
+        return bool(value)
+    flag = value in (0, 1) or (isinstance(value, list) and value != [])
+    return flag and LEARNING.search(key) is not None
 
 
 def with_system(turns: Chat, record: dict) -> Chat:

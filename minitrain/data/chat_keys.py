@@ -3,8 +3,12 @@
 hidden: what templates and other trainers show to the model or have it say, and is not read here;
 hidden_line, hidden_beside and hidden_inside: more of them in a line, beside a prompt, and in a
 message. learned: a line or a reply is not learned if they are 0 or false; learned_inside: more of
-them in a reply. masked: keys that say so in another way.
+them in a reply. masked: keys that say so in another way, as do others with one of LEARNING's words.
 """
+
+import re
+
+LEARNING = re.compile("train|learn|loss|mask|weight|supervis|ignor|skip|reject", re.IGNORECASE)
 
 CHAT_KEYS = {
     "chats": [
@@ -39,6 +43,10 @@ CHAT_KEYS = {
         "reasoning",
         "thinking",
         "thought",
+        "thoughts",
+        "think",
+        "chain_of_thought",
+        "cot",
     ],
     "answers": [
         "expected_answer",
@@ -56,9 +64,13 @@ CHAT_KEYS = {
         "video",
         "audios",
         "audio",
+        "files",
+        "attachments",
     ],
     "hidden_line": [
         "functions",
+        "available_tools",
+        "tool_definitions",
     ],
     "hidden_beside": [
         "history",
@@ -66,11 +78,29 @@ CHAT_KEYS = {
         "contexts",
         "passages",
         "passage",
+        "paragraph",
+        "article",
+        "background",
+        "knowledge",
+        "evidence",
+        "references",
+        "premise",
+        "schema",
+        "table",
         "choices",
         "options",
     ],
     "hidden_inside": [
         "function_call",
+        "function_calls",
+        "functions",
+        "tools",
+        "tool_plan",
+        "tool_results",
+        "documents",
+        "context",
+        "refusal",
+        "reasoning_details",
         "channel",
         "recipient",
     ],

@@ -175,6 +175,8 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
     """
     chat = chat_key(row)
     refuse_hidden(row, HIDDEN, "the prompt")
+    if 0 in (row.get(key) for key in CHAT_KEYS["learned"]):
+        raise InputError("the line is not to be learned (remove it)")
     if chat is None or prompt_key:
         turns = read_prompt(row, prompt_key)
         answer = None

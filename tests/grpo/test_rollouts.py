@@ -80,6 +80,8 @@ def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
     ({"prompt": [{"role": "user", "content": "2+2?"}], "context": "c", "answer": "4"}, "'context' is not supported"),
     ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5", "train": False}]},
      "the last message of 'messages' is masked, but it is the answer"),
+    ({"question": "2+2?", "answer": "5", "train": False}, "the line is not to be learned"),
+    ({"question": "2+2?", "answer": "5", "loss_weight": 0.0}, "the line is not to be learned"),
 ])  # fmt: skip
 def test_what_a_problem_would_lose_is_refused(tmp_path, line, message):
     with pytest.raises(InputError, match=message):
