@@ -16,8 +16,9 @@ from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.grpo.weight_sync import Shards
 from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
+from minitrain.parallel.collectives import sum_over
 from minitrain.parallel.context import local_tokens
-from minitrain.parallel.mesh import Meshes, sum_over
+from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.shards import full_tensor, local_shard, to_local
 from minitrain.settings import Config
 from minitrain.training.adamw import random_bits, round_stochastically

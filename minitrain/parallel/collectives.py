@@ -1,14 +1,16 @@
 """Collectives inside a block: traceable by torch.compile, and differentiable where they say so.
 
 torch.distributed's public collectives write into given tensors, which autograd and the compiler
-cannot follow; those of torch.distributed.nn.functional do not compile. So this file uses two
-private modules, which exist from torch 2.11 to 2.13: the functional collectives, and the operators
-behind them, whose public names differ between these versions.
+cannot follow (`sum_over` is one, for use outside of a block); those of torch.distributed.nn.functional
+do not compile. So this file uses two private modules, which exist from torch 2.11 to 2.13: the
+functional collectives, and the operators behind them, whose public names differ between these
+versions.
 
 A collective's `name` is that of its process group, and `size` its number of ranks.
 """
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +20,13 @@ _ops = torch.ops._c10d_functional
 _all_gather = (
     getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 )
+
+
+def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
+    """Sum a tensor [...] over the ranks of a mesh, in place, and return it."""
+    if mesh.size() > 1:
+        dist.all_reduce(tensor, group=mesh.get_group())
+    return tensor
 
 
 def stack_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:

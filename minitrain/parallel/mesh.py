@@ -100,13 +100,6 @@ def build_meshes(
     )
 
 
-def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    """Sum a tensor [...] over the ranks of a mesh, in place, and return it."""
-    if mesh.size() > 1:
-        dist.all_reduce(tensor, group=mesh.get_group())
-    return tensor
-
-
 def local_chunk(mesh: DeviceMesh, x: Tensor) -> Tensor:
     """Return this rank's contiguous chunk of x [batch, seq, ...]: [batch, seq / ranks, ...].
 

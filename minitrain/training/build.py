@@ -18,8 +18,9 @@ from minitrain.models.onednn import to_onednn
 from minitrain.models.router import Router
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
+from minitrain.parallel.collectives import sum_over
 from minitrain.parallel.fsdp_fp8 import gather_in_fp8
-from minitrain.parallel.mesh import Meshes, sum_over
+from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import local_shard

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from minitrain.models.router import Router, update_selection_bias
+from minitrain.parallel.collectives import sum_over
 from minitrain.parallel.context import local_tokens
 from minitrain.parallel.fsdp import reshard, set_gradient_sync
-from minitrain.parallel.mesh import Meshes, sum_over
+from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.settings import Config
 from minitrain.training.build import build_model

@@ -6,11 +6,11 @@ An update that is not finite is skipped on the device, so the host does not wait
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
+from minitrain.parallel.collectives import sum_over
 from minitrain.parallel.shards import full_tensor, to_local
 from minitrain.settings import Optim
 from minitrain.training.adamw import AdamW
@@ -132,9 +132,7 @@ def clip_gradients(
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     if stages is not None and stages.size() > 1:
         # fp64 on all: one stage's norm may be fp64 (of fp64 parameters), another's fp32
-        squares = total.double().square()
-        dist.all_reduce(squares, group=stages.get_group())
-        total = squares.sqrt()
+        total = sum_over(stages, total.double().square()).sqrt()
     if max_norm is not None:
         scale = (max_norm / (total + 1e-6)).clamp(max=1)
         gradients = [to_local(p.grad) for group in by_mesh.values() for p in group]

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
+from minitrain.parallel.collectives import sum_over
 from minitrain.parallel.fsdp import shard
-from minitrain.parallel.mesh import build_meshes, local_chunk, sum_over
+from minitrain.parallel.mesh import build_meshes, local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.parallel.tensor import split_block, split_embedding
 
