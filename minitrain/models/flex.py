@@ -9,6 +9,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import config
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 # Trainer and sampler together compile one kernel per kind and size of mask. It must not fall back
@@ -101,6 +102,4 @@ def run_flex_attention(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None
 
 @cache
 def compiled_flex_attention() -> Callable:
-    from torch._dynamo import config  # takes seconds to import
-
     return config.patch(COMPILING)(torch.compile(flex_attention, dynamic=False))

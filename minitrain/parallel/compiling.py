@@ -1,11 +1,10 @@
 """Compile blocks by torch.compile.
 
-Settings of the compiler that have no public name as of torch 2.13 stand here. They hold for all
-that the process compiles afterwards. One more, for recomputation, is in recompute.py.
+Settings of the compiler hold for all that the process compiles afterwards. Those that have no
+public name as of torch 2.13 stand here; one more, for recomputation, is in recompute.py.
 """
 
 import torch
-import torch._dynamo.config
 import torch._functorch.config
 from torch.nn import Module
 
@@ -25,7 +24,7 @@ def compile_blocks(blocks: list[Module], dynamic: bool | None) -> None:
 
     dynamic: compile for varying sizes; None: once a second size occurs.
     """
-    torch._dynamo.config.recompile_limit = GRAPHS
+    torch.compiler.config.recompile_limit = GRAPHS
     # else Mamba-2's gate would be kept in fp32
     torch._functorch.config.ban_recompute_long_fusible_chains = False
     for block in blocks:
