@@ -166,13 +166,17 @@ def main(arguments: list[str]) -> None:
     chosen, rest = chooser.parse_known_args(arguments)
     if chosen.task == "text":
         module = "generate_text"
-        parser = cli.Parser(TEXT | COMMON, prog="python -m minitrain.generate", description=__doc__)
+        parser = cli.Parser(
+            TEXT | COMMON, prog="python -m minitrain.generate", description=__doc__
+        )
         parser.add_argument(
             "--chat",
             action="store_true",
             help="answer, without --prompt line after line",
         )
-        parser.add_argument("--stop", action="append", default=[], help="end after it (repeatable)")
+        parser.add_argument(
+            "--stop", action="append", default=[], help="end after it (repeatable)"
+        )
     else:
         module = "generate_video"
         parser = cli.Parser(
@@ -180,7 +184,9 @@ def main(arguments: list[str]) -> None:
             prog="python -m minitrain.generate --task diffusion",
             description=VIDEO,
         )
-        parser.add_argument("--size", type=COUNT, nargs=3, help="frames, height, width of latents")
+        parser.add_argument(
+            "--size", type=COUNT, nargs=3, help="frames, height, width of latents"
+        )
     options = parser.parse_args(rest)
     # brings torch, which takes seconds
     import_module(f"minitrain.run.{module}").run(options)

@@ -119,7 +119,9 @@ def activation_bytes(trainer: Trainer, dataset) -> int:
     batches = trainer.micro_batches(dataset, 0)
 
     def passes():
-        forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
+        forward_backward(
+            trainer.model, trainer.objective, batches, trainer.meshes, trainer.device
+        )
 
     passes()
     held = working_memory(passes, trainer.device)
@@ -208,7 +210,10 @@ def published_step_time(config: Config) -> float | None:
     batch = config.batch
     if "changed" in published:
         return None
-    if "tokens_per_sec_per_gpu" in published or not {"tflops_per_gpu", "gpus"} <= published.keys():
+    if (
+        "tokens_per_sec_per_gpu" in published
+        or not {"tflops_per_gpu", "gpus"} <= published.keys()
+    ):
         return published.get("step_time_s")
     flops = batch.global_ * batch.seq_len * count_flops(config, table_convention(config))
     return flops / published["gpus"] / published["tflops_per_gpu"] / 1e12

@@ -134,7 +134,9 @@ def write_report(files: list[str], folder: str) -> None:
         target.mkdir(parents=True, exist_ok=True)
         (target / "report.md").write_text(results.as_markdown(report), encoding="utf-8")
         (target / "report.html").write_text(make_page(report, target), encoding="utf-8")
-    print(f"{results.summary(report)}\nwrote {target / 'report.md'}; open {target / 'report.html'}")
+    print(
+        f"{results.summary(report)}\nwrote {target / 'report.md'}; open {target / 'report.html'}"
+    )
 
 
 def make_page(report: results.Report, folder: Path) -> str:
@@ -176,7 +178,9 @@ def published_table(title: str, rows: list[results.Row], folder: Path) -> str:
     body = f"<p>{link(source, 'the published page')}</p>" if source else ""
     shown = [row for row in rows if row.results]
     bars = "".join(map(row_bars, shown)) or "<p>No results yet.</p>"
-    links = [quote(os.path.relpath(CONFIGS.resolve() / f"{row.name}.yaml", folder)) for row in rows]
+    links = [
+        quote(os.path.relpath(CONFIGS.resolve() / f"{row.name}.yaml", folder)) for row in rows
+    ]
     body += f'<div class="chart">{bars}</div>' + html_table(results.cells(rows), links)
     return body + bullets(results.notes(rows)) + "".join(map(row_details, shown))
 
@@ -192,7 +196,9 @@ def bullets(lines) -> str:
 
 def color_key(names: dict[str, str]) -> str:
     """Return list items: each name behind a box of its class's color. names: by class."""
-    return "".join(f'<li><i class="{kind}"></i>{escape(name)}</li>' for kind, name in names.items())
+    return "".join(
+        f'<li><i class="{kind}"></i>{escape(name)}</li>' for kind, name in names.items()
+    )
 
 
 def html_table(columns: dict[str, list[str]], links: list[str] | None = None) -> str:
@@ -222,9 +228,7 @@ def row_bars(row: results.Row) -> str:
     for mode in results.MODES:
         if result := row.results.get(mode):
             lines += bar(mode, result[row.figure], result["ratio"])
-    return (
-        f'<div><div class="name">{escape(row.short_name)}, {FIGURES[row.figure]}</div>{lines}</div>'
-    )
+    return f'<div><div class="name">{escape(row.short_name)}, {FIGURES[row.figure]}</div>{lines}</div>'
 
 
 def bar(mode: str, figure: float, ratio: float) -> str:

@@ -95,7 +95,9 @@ def cut_layers(config: Config, layers: int) -> Config:
     experts = own_experts(config)
     if experts and experts < shape.num_experts:
         changes |= {"num_experts": experts, "n_group": 1, "topk_group": 1}
-    model = dataclasses.replace(config.model, config=dataclasses.replace(shape, **changes), path="")
+    model = dataclasses.replace(
+        config.model, config=dataclasses.replace(shape, **changes), path=""
+    )
     lora = config.lora and dataclasses.replace(config.lora, path="")
     return dataclasses.replace(config, model=model, lora=lora)
 
@@ -140,7 +142,8 @@ def extrapolate(config: Config, small: dict, large: dict) -> dict:
     """
     layers = [small["layers"], large["layers"]]
     costs = [
-        count_flops(cut_layers(config, n), clean) for n in (*layers, config.model.config.num_layers)
+        count_flops(cut_layers(config, n), clean)
+        for n in (*layers, config.model.config.num_layers)
     ]
     times = [1 / result["tokens_per_sec_per_gpu"] for result in (small, large)]
     slope = (times[1] - times[0]) / (costs[1] - costs[0])

@@ -30,7 +30,9 @@ def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
         try:
             result = json.loads(line)
         except (ValueError, RecursionError):
-            raise InputError(f"{where} is not JSON, as --json writes (was it cut short?)") from None
+            raise InputError(
+                f"{where} is not JSON, as --json writes (was it cut short?)"
+            ) from None
         need(where, {"result": result}, dict, "result")
         found.append((where, result))
     return found
@@ -196,7 +198,9 @@ def spread(result: dict) -> str:
     """Return how far apart a run's fastest and slowest steps are, as a share of the median."""
     if "step_time_max_s" not in result:
         return ""
-    return f"{(result['step_time_max_s'] - result['step_time_min_s']) / result['step_time_s']:.0%}"
+    return (
+        f"{(result['step_time_max_s'] - result['step_time_min_s']) / result['step_time_s']:.0%}"
+    )
 
 
 def beside(result: dict) -> str:

@@ -109,7 +109,9 @@ def shrink_parallel(config: Config) -> Parallel:
     )
 
 
-def shrink_model(shape: DecoderConfig | WanConfig, parallel: Parallel) -> DecoderConfig | WanConfig:
+def shrink_model(
+    shape: DecoderConfig | WanConfig, parallel: Parallel
+) -> DecoderConfig | WanConfig:
     """Return its tiny twin, with two layers or more for each pipeline stage."""
     if isinstance(shape, WanConfig):
         return dataclasses.replace(shape, **TINY_WAN)

@@ -30,7 +30,9 @@ from minitrain.training.loop import Trainer, to_device
 from minitrain.training.optim import clip_gradients, make_optimizer
 
 
-def versus(config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str) -> dict:
+def versus(
+    config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str
+) -> dict:
     """Time `steps` training steps of both, alternating; for "full" also the GiB of each."""
     data, _ = open_dataset(config)
     ours = make_trainer(config, meshes)

@@ -99,7 +99,9 @@ def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: 
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
     if settings.dual_clip is None:
         return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -settings.dual_clip * advantages), loss)
+    return torch.where(
+        advantages < 0, torch.minimum(loss, -settings.dual_clip * advantages), loss
+    )
 
 
 def is_clipped(settings: GRPO, log_ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ class Memory:
         self.kept = kept
         self.lost = lost
         # by part: (storage, its bytes, its copy on the host, or None if its values are lost)
-        self.away: dict[str, list[tuple[UntypedStorage, int, UntypedStorage | None]]] = defaultdict(
-            list
+        self.away: dict[str, list[tuple[UntypedStorage, int, UntypedStorage | None]]] = (
+            defaultdict(list)
         )
 
     def hold(self, name: str) -> None:

@@ -67,7 +67,9 @@ class PolicyTrainer:
         size = self.config.batch.global_
         with self.phase("logprobs"):
             # one advantage for each response, in the order of `groups`
-            values = advantages(rewards(groups), grpo.baseline, grpo.std_scaling).flatten().tolist()
+            values = (
+                advantages(rewards(groups), grpo.baseline, grpo.std_scaling).flatten().tolist()
+            )
             pairs = zip(chain(*groups), values, strict=True)
             samples = [response_sample(rollout, value, self.config) for rollout, value in pairs]
             updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]

@@ -179,8 +179,12 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=config.o_bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = (
+            nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        )
         self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
     def forward(

@@ -185,7 +185,9 @@ class Decoder(nn.Module):
         window = self.config.sliding_window
         # kernels with sinks need an attn_mask (`plain=False`), as windows do anyway
         mask = self.make_mask(length, device, document_ids, plain=not self.config.sinks)
-        return mask, self.make_mask(length, device, document_ids, window=window) if window else None
+        return mask, self.make_mask(
+            length, device, document_ids, window=window
+        ) if window else None
 
     def _rotary(self, positions: Tensor, cache=None) -> tuple[Tensor, Tensor] | None:
         """Return `rotary_tables` of positions [batch or 1, seq], None without rotary embeddings."""
@@ -212,7 +214,9 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill a full parameter [...] by its name: matrices at random, norms with 1, the rest 0."""
-        if ".mamba." in name and initialize_mamba(name.rpartition(".mamba.")[2], tensor, generator):
+        if ".mamba." in name and initialize_mamba(
+            name.rpartition(".mamba.")[2], tensor, generator
+        ):
             return
         if tensor.ndim > 1 and not name.endswith("bias"):
             tensor.normal_(0, self._initial_std(name), generator=generator)

@@ -161,7 +161,9 @@ MLPS = {
 # --- rotary embeddings
 
 
-def rotary_frequencies(dim: int, theta: float, scaling: dict | None = None, device=None) -> Tensor:
+def rotary_frequencies(
+    dim: int, theta: float, scaling: dict | None = None, device=None
+) -> Tensor:
     """Return the angle per position of each rotated pair of channels, in radians, fp32 [dim / 2].
 
     dim: how many channels of a head are rotated.

@@ -258,7 +258,8 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
     else:
         inner = F.linear(dropout(lora, x, "pre"), a)
         outputs = [
-            linear.product(x) if isinstance(linear, LoraLinear) else linear(x) for linear in linears
+            linear.product(x) if isinstance(linear, LoraLinear) else linear(x)
+            for linear in linears
         ]
     # x A^T of each adapted Linear, [..., rank]
     inner = dict(zip(adapted, inner.split(lora.rank, dim=-1), strict=True))
@@ -270,7 +271,9 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
 
 def is_frozen(linear: nn.Linear) -> bool:
     """Return whether this is a plain nn.Linear that trains nothing but its adapters."""
-    learns = linear.weight.requires_grad or (linear.bias is not None and linear.bias.requires_grad)
+    learns = linear.weight.requires_grad or (
+        linear.bias is not None and linear.bias.requires_grad
+    )
     return base_class(linear) is nn.Linear and not learns
 
 

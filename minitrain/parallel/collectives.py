@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 _ops = torch.ops._c10d_functional
 # torch 2.11 knows only the second name, later versions warn about it
 _all_gather = (
-    getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+    getattr(functional, "all_gather_single_autograd", None)
+    or functional.all_gather_tensor_autograd
 )
 
 

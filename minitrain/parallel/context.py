@@ -151,7 +151,9 @@ def split_sequence(x: Tensor, dim: int, size: int, zigzag: bool) -> list[Tensor]
 # --- exchange points of the model
 
 
-def full_sequence_mask(make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: bool) -> Callable:
+def full_sequence_mask(
+    make_mask: Callable, mesh: DeviceMesh, form: str, zigzag: bool
+) -> Callable:
     """Return a `make_mask` for full sequences, to be called with what a rank knows of its tokens.
 
     Masks without document ids depend on the length alone, and are cached.

@@ -46,7 +46,9 @@ def gather_in_fp8(model: Module, keep_transposed: bool) -> None:
     experts = [module for module in model.modules() if isinstance(module, Fp8Experts)]
     stacks = [(module, name) for module in experts for name in (module.first, "down_proj")]
     for owners in filter(None, (linears, stacks)):
-        shards = Fp8Shards([module.get_parameter(name) for module, name in owners], keep_transposed)
+        shards = Fp8Shards(
+            [module.get_parameter(name) for module, name in owners], keep_transposed
+        )
         for number, (module, name) in enumerate(owners):
             module.shards = getattr(module, "shards", {}) | {name: (shards, number)}
             # FSDP asks this very object; to_local() may return another

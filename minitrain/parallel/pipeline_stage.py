@@ -109,7 +109,9 @@ def keep_weights(schedule, rank: int) -> None:
             releases[action.stage_index] = index
     kept = {*gathers.values(), *releases.values()}
     others = (UNSHARD, RESHARD)
-    actions[:] = [a for i, a in enumerate(actions) if i in kept or a.computation_type not in others]
+    actions[:] = [
+        a for i, a in enumerate(actions) if i in kept or a.computation_type not in others
+    ]
 
 
 def skip_vote(schedule) -> None:

@@ -51,7 +51,9 @@ class DecodingBatch:
         self.last_position = positions - 1
         block_table = numbers(rows, sampler.width)
         slots = numbers(rows)
-        self.step = DecodingStep(self.positions, block_table, slots, caches.page_size, caches.pages)
+        self.step = DecodingStep(
+            self.positions, block_table, slots, caches.page_size, caches.pages
+        )
         # keys and top_k, then temperature, top_p and min_p
         keys = numbers(rows, dtype=torch.int32)
         real = [numbers(rows, dtype=torch.float32) for _ in range(3)]
@@ -133,7 +135,9 @@ class DecodingBatch:
         # [rows, vocab, or this rank's shard of it]
         logits = F.linear(hidden[0], weight) if packed is None else multiply(packed, hidden[0])[0]
         # torch 2.11's compiler fails on several filtered rows
-        compiles = self.sampler.settings.compile and shard.group is None and not self.state.filtered
+        compiles = (
+            self.sampler.settings.compile and shard.group is None and not self.state.filtered
+        )
         choose = compiled_sample_tokens() if compiles else sample_tokens
         # both [rows]; the new tokens follow the positions of this step
         tokens, logprobs = choose(logits, self.state, self.positions + 1, shard)

@@ -91,7 +91,9 @@ class PagedKVCache(LayerCache):
         self.pools: list[Tensor] = []
         self.buffers: list[Tensor] = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None
+    ) -> Tensor:
         """Cache the step's keys and values, and attend to all keys of each token's sequence.
 
         q: [1, heads, tokens, head_dim]; k: [1, kv_heads, tokens, head_dim].

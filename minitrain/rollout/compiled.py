@@ -54,7 +54,9 @@ class OpaqueCache:
             self.pools = layer.pools
             self.kv_index = layer.caches.step.kv_index
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None
+    ) -> Tensor:
         # q: [1, heads, rows, head_dim]; k, v: [1, kv_heads, rows, head_dim]; returned as q
         if not (q.is_cuda and self.pools):
             return self.attend_and_write(q, k, v, sinks)
@@ -112,7 +114,9 @@ class TracedCache:
         # [rows, 1, 1, longest]: the last dimension grows with every step
         maybe_mark_dynamic(self.bias, 3)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None
+    ) -> Tensor:
         # q: [1, heads, rows, head_dim]; k, v: [1, kv_heads, rows, head_dim]; returned as q
         new, width = split_kv(k, v)
         write(self.pools, self.kv_index, new)
@@ -129,7 +133,9 @@ class TracedCache:
         return attend_with_lse(q, keys, values, attn_mask=self.bias)
 
 
-def attend_in_loops(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def attend_in_loops(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute attention and its log-sum-exp by elementwise operations, which Inductor fuses.
 
     With few queries this is up to twice as fast as the kernel.
@@ -154,7 +160,9 @@ def cache_for_compiler(
         return None
     if isinstance(layer.caches.step, PromptStep):
         return PromptCache(layer)
-    on_cpu = isinstance(layer, PagedKVCache) and layer.pools and layer.pools[0].device.type == "cpu"
+    on_cpu = (
+        isinstance(layer, PagedKVCache) and layer.pools and layer.pools[0].device.type == "cpu"
+    )
     # which rows share a prefix changes from step to step, and a graph would hold only for those
     return TracedCache(layer) if on_cpu and not layer.caches.step.shared else OpaqueCache(layer)
 

@@ -79,7 +79,9 @@ def shared_prefixes(samples: list[Sample], page_size: int) -> tuple[int, list[li
     saved = len(samples) - len(groups)
     if not saved:
         return 0, []
-    pages = min(common_pages([samples[row] for row in rows], page_size) for rows in groups.values())
+    pages = min(
+        common_pages([samples[row] for row in rows], page_size) for rows in groups.values()
+    )
     shared = pages * page_size
     if shared * saved < MIN_SHARED_TOKENS * len(groups):
         return 0, []

@@ -152,7 +152,9 @@ class Sampler:
                 f"a prompt holds the token {wrong}: use 0 to {vocabulary - 1}, the model knows no others"
             )
         if params.stop and self.tokenizer is None:
-            raise InputError(f"sampling stop={list(params.stop)} needs a sampler with a tokenizer")
+            raise InputError(
+                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
+            )
         # new caches are free of it
         if self.has_nan and not self.busy:
             self.free()
@@ -170,7 +172,9 @@ class Sampler:
         if not isinstance(prompt, str):
             try:
                 # bytes hold integers, but are not token ids: as a list's item they are refused
-                return list(map(operator.index, [prompt] if isinstance(prompt, bytes) else prompt))
+                return list(
+                    map(operator.index, [prompt] if isinstance(prompt, bytes) else prompt)
+                )
             except TypeError:
                 raise InputError(
                     f"a prompt is {prompt!r:.60}: give a list of token ids, or text"

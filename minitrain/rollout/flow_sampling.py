@@ -138,7 +138,9 @@ def guided(
     negative = torch.zeros_like(text) if negative is None else negative
     copies = 1 if scale == 1 else 2
     texts = text if scale == 1 else torch.cat([text, negative])
-    image, condition = (None if x is None else torch.cat([x] * copies) for x in (image, condition))
+    image, condition = (
+        None if x is None else torch.cat([x] * copies) for x in (image, condition)
+    )
 
     def velocity(x: Tensor, sigma: float) -> Tensor:
         # x, as the result: [batch, channels, frames, height, width]; both texts in one batch

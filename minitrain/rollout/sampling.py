@@ -67,7 +67,9 @@ class SamplingParams:
                 f"sampling temperature={self.temperature} must be 0, or at least {MIN_TEMPERATURE}"
             )
         if not 0 <= self.top_k < 1 << 31:
-            raise InputError(f"sampling top_k={self.top_k} must be at least 0, and below {1 << 31}")
+            raise InputError(
+                f"sampling top_k={self.top_k} must be at least 0, and below {1 << 31}"
+            )
         if "" in self.stop:
             raise InputError(
                 f"sampling stop={self.stop!r} must be a list of texts, none of them empty"
@@ -227,7 +229,9 @@ def sample_tokens(
 @cache
 def compiled_sample_tokens() -> Callable:
     """Return `sample_tokens` compiled: a few kernels instead of about 40."""
-    return config.patch(recompile_limit=COMPILING["recompile_limit"])(torch.compile(sample_tokens))
+    return config.patch(recompile_limit=COMPILING["recompile_limit"])(
+        torch.compile(sample_tokens)
+    )
 
 
 def argmax(x: Tensor, in_blocks: bool) -> Tensor:

@@ -322,7 +322,9 @@ def resume_point(
     known = numbers if isinstance(numbers, dict) else {}
     held = f"a checkpoint in {folder}"
     if not (type(step) is int and step > 0 and known.get("step") == step):
-        raise InputError(f"{held} holds the numbers of step {known.get('step')!r} as step {step!r}")
+        raise InputError(
+            f"{held} holds the numbers of step {known.get('step')!r} as step {step!r}"
+        )
     if step > steps:
         raise InputError(
             f"steps={steps}, but the run in {folder} has done {step} (use more, or another out_dir)"

@@ -138,7 +138,9 @@ def read_description(folder: Path) -> dict:
         description = {key: description[key] for key in ("optimizer", "base", "extra", "files")}
         check_description(description)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{DESCRIPTION} is not the description of a checkpoint: {error!r}") from error
+        raise Damaged(
+            f"{DESCRIPTION} is not the description of a checkpoint: {error!r}"
+        ) from error
     return description
 
 

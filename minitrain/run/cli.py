@@ -165,7 +165,9 @@ class Display:
         if isinstance(stream, io.TextIOWrapper):
             # letters that the terminal has not, in a text or a file's name; and, also under
             # PYTHONUNBUFFERED, a line is one write: else the lines of two ranks mix
-            stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
+            stream.reconfigure(
+                errors="backslashreplace", line_buffering=True, write_through=False
+            )
             with suppress(OSError):  # is in memory
                 os.set_blocking(
                     stream.fileno(), True

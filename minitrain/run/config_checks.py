@@ -166,7 +166,8 @@ def _data_faults(c: Config) -> Faults:
         (f"cache={d.cache}", d.cache, texts),
     ):
         yield (
-            given and (c.task != "pretrain" or {each.kind for each in sources.values()} - {*kinds}),
+            given
+            and (c.task != "pretrain" or {each.kind for each in sources.values()} - {*kinds}),
             f"data.{name} is for task=pretrain and data.kind={' or '.join(kinds)} (leave it out)",
         )
 

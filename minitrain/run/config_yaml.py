@@ -177,7 +177,9 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             raise InputError(f"{where} must be a list, not {type_and_value(value)}")
-        return origin(convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return origin(
+            convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)
+        )
     if origin is dict:
         tree = _convert_scalar(dict, value, where)
         return {key: convert(arguments[1], item, f"{where}.{key}") for key, item in tree.items()}

@@ -66,7 +66,9 @@ def curves(runs: dict[str, list[dict]]) -> str:
 
 def points(lines: list[dict], key: str) -> svg.Points:
     """Return (step, value) of the lines that have a number for `key`: a skipped step's is null."""
-    found = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
+    found = [
+        (line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)
+    ]
     # the last one is always drawn
     return found[:: -(len(found) // MOST_POINTS + 1)][::-1]
 

@@ -66,7 +66,9 @@ def main(arguments: list[str]) -> None:
     dcp.load(weights, storage_reader=reader)
     # a run with optim.ema writes the averages of its weights
     averages = {
-        f"{name}/ema": tensor.float() for name, tensor in weights.items() if f"{name}/ema" in stored
+        f"{name}/ema": tensor.float()
+        for name, tensor in weights.items()
+        if f"{name}/ema" in stored
     }
     dcp.load(averages, storage_reader=reader)
     for entry, average in averages.items():

@@ -171,7 +171,9 @@ def other_settings(before: dict, now: dict) -> list[str]:
     # videos of a micro-batch share a shape
     if new["data.kind"] == "latents":
         choosing.add("batch.micro")
-    told = [f"{key}={json.dumps(new.get(key))} (was {json.dumps(old.get(key))})" for key in changed]
+    told = [
+        f"{key}={json.dumps(new.get(key))} (was {json.dumps(old.get(key))})" for key in changed
+    ]
     notes = [f"note: the run continues with other settings than before: {', '.join(told)}"]
     if any(key in choosing or key.startswith("data.") for key in changed):
         notes.append(

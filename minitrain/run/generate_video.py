@@ -145,7 +145,9 @@ def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
     return prompts
 
 
-def check_prompts(prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str) -> None:
+def check_prompts(
+    prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str
+) -> None:
     """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
     wanted = {
         name: (len(prompts["text"]), *shape)
@@ -183,4 +185,6 @@ def draw_shapes(
     if write:
         shapes.write_sheet(path, videos, [" ".join(words) for words in prompts])
     score = world.judge(videos, prompts)
-    return f"{path}: right in " + ", ".join(f"{name} {share:.0%}" for name, share in score.items())
+    return f"{path}: right in " + ", ".join(
+        f"{name} {share:.0%}" for name, share in score.items()
+    )

@@ -69,14 +69,18 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(config.precision, torch.bfloat16)
+    return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(
+        config.precision, torch.bfloat16
+    )
 
 
 def is_of_system(machine: str, system: str) -> bool:
     """Return whether `machine`, a system's or a device's name, belongs to a published system."""
     words = set(machine.lower().split())
     name = system.lower()
-    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(OTHER_FORMS)
+    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(
+        OTHER_FORMS
+    )
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, shorter: float = 1) -> float:
@@ -112,12 +116,16 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, 
     """
     heads, length, width = (32, ATTENTION_LENGTH, 128) if device.type == "cuda" else (8, 512, 128)
     shape = 1, heads, length, width
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
     attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     out = attend()
     back = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
     flops = 2 * heads * length**2 * width
-    return flops / _seconds_per_call(attend, device), 2.5 * flops / _seconds_per_call(back, device)
+    return flops / _seconds_per_call(attend, device), 2.5 * flops / _seconds_per_call(
+        back, device
+    )
 
 
 def measure_memory(device: torch.device) -> float:
@@ -136,7 +144,9 @@ def _seconds_per_call(function: Callable, device: torch.device, shorter: float =
 
 def timed(function: Callable, device: torch.device, count: int = 1) -> float:
     """Return the seconds for `count` calls of `function`, the device idle before and after."""
-    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize = (
+        partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    )
     synchronize()
     start = time.perf_counter()
     for _ in range(count):
@@ -179,5 +189,7 @@ def describe(device: torch.device) -> dict[str, str | int]:
     else:
         found = re.search(r"model name\s*: (.*)", onednn.read_cpuinfo())  # where Linux tells
         name = found[1].strip() if found else platform.processor() or platform.machine()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )
     return {"device": name, "cores": cores, "torch": torch.__version__}

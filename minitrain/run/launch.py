@@ -94,7 +94,9 @@ def start(config: Config) -> Meshes:
         timeout = timedelta(minutes=10)  # to find each other
         store, rank, world = join_store(timeout)
         check_device_type(store, rank, device.type)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=world
+        )
         watch.begin()
     if dist.get_world_size() > 1:
         check_same({"config": flatten_settings(to_dict(config)), "code": code_digests()})

@@ -70,7 +70,9 @@ def open_log(
 def notes_on_settings(config: Config, first: int) -> list[str]:
     """Return what a user may not expect of these settings, for a run that begins after `first`."""
     shape = config.model.config
-    notes = unreadable_note(shape, config.lora) + other_dropout(config.lora) if config.lora else []
+    notes = (
+        unreadable_note(shape, config.lora) + other_dropout(config.lora) if config.lora else []
+    )
     warmup = warmup_steps(config.steps, config.optim)
     if warmup < config.optim.warmup:
         notes.append(
@@ -100,7 +102,9 @@ def keep_earlier(folder: Path) -> list[str]:
                 f"note: an earlier run left no checkpoint to continue from; its {path.name} is now {kept}"
             )
     if weights := sorted(file.name for file in folder.glob("*.safetensors")):
-        notes.append(f"note: the result of this run will replace {', '.join(weights)} in {folder}")
+        notes.append(
+            f"note: the result of this run will replace {', '.join(weights)} in {folder}"
+        )
     return notes
 
 

@@ -124,7 +124,9 @@ class Run:
         self.memory = Memory(kept, lost)
         self.memory.hold("training")
 
-    def connect(self, device_type: str, samples: bool) -> tuple[Decoder | None, WeightSync | None]:
+    def connect(
+        self, device_type: str, samples: bool
+    ) -> tuple[Decoder | None, WeightSync | None]:
         """Return the model that this rank samples from, and what brings it the trainer's weights.
 
         Where a trainer's model is whole on its rank, that is the model, and there is nothing to

@@ -45,7 +45,9 @@ def code_digests() -> dict[str, str]:
     package = Path(__file__).parents[1]
     digests = {"torch": torch.__version__}
     for file in sorted(package.rglob("*.py")):
-        digests[str(file.relative_to(package))] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        digests[str(file.relative_to(package))] = hashlib.sha256(file.read_bytes()).hexdigest()[
+            :16
+        ]
     return digests
 
 

@@ -55,7 +55,9 @@ def grid(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
 
 def line(points: Points, color: str, dashes: str = "none") -> str:
     places = " ".join(f"{x:g},{y:g}" for x, y in points)
-    return f'<polyline points="{places}" fill="none" stroke="{color}" stroke-dasharray="{dashes}"/>'
+    return (
+        f'<polyline points="{places}" fill="none" stroke="{color}" stroke-dasharray="{dashes}"/>'
+    )
 
 
 def dots(points: Points, color: str) -> str:
@@ -63,7 +65,9 @@ def dots(points: Points, color: str) -> str:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", color: str = "#595959") -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}">{escape(words)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}">{escape(words)}</text>'
+    )
 
 
 def legend(names: dict[str, str], x: float, y: float) -> str:

@@ -40,7 +40,9 @@ from minitrain.parallel.agreement import broadcast, broadcast_flag
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
-FAREWELL = 5.0  # seconds that rank 0, which has the store, stays for others that end after an error
+FAREWELL = (
+    5.0  # seconds that rank 0, which has the store, stays for others that end after an error
+)
 
 STOPS = (
     signal.SIGINT,
@@ -75,7 +77,9 @@ def until_signal() -> Iterator[Callable[[], str]]:
         if number == signal.SIGINT and interrupted == 0:
             interrupted = time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                with suppress(OSError):  # not print: the signal may have come in the middle of one
+                with suppress(
+                    OSError
+                ):  # not print: the signal may have come in the middle of one
                     os.write(
                         2,
                         b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n",

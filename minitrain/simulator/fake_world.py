@@ -267,7 +267,9 @@ def without_fake_tensors(function: Callable) -> Callable:
     return run
 
 
-def as_strided_unless_placeholder(as_strided: Callable, tensor: Tensor, *args, **kwargs) -> Tensor:
+def as_strided_unless_placeholder(
+    as_strided: Callable, tensor: Tensor, *args, **kwargs
+) -> Tensor:
     """Return placeholders as they are, as parallel/fsdp_fp8.py's tensor subclass does in FSDP."""
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 

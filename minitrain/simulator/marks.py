@@ -62,7 +62,9 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
             whole = (p.unsharded_accumulated_grad for p in unit.fsdp_params)
             tracer.hold(parts([unit._partial_reduce_output, *whole]), "gradients")
         for kept in fp8:
-            tracer.hold((part for pair in filter(None, kept.shards) for part in pair), "parameters")
+            tracer.hold(
+                (part for pair in filter(None, kept.shards) for part in pair), "parameters"
+            )
             tracer.hold(parts(kept.copies), "gathered")
 
     def marked_loss(model: Module, batch) -> Tensor:

@@ -70,7 +70,8 @@ def schedule_order(
         return [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     per_rank = get_schedule_ops(schedule, ranks, micro_batches, stages_per_rank)
     return [
-        [action for entry in entries for action in schedule_actions(entry)] for entries in per_rank
+        [action for entry in entries for action in schedule_actions(entry)]
+        for entries in per_rank
     ]
 
 

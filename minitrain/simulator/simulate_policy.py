@@ -181,7 +181,9 @@ def training_config(config: Config) -> Config:
     It is plain language modeling, which computes the same. Tokens are mock: data.path has problems.
     """
     rows = row_ranks(config) * config.batch.micro
-    packs = math.ceil(rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows)
+    packs = math.ceil(
+        rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows
+    )
     batch = dataclasses.replace(
         config.batch, global_=enough_for_pipeline(config.parallel, packs) * rows
     )

@@ -71,7 +71,9 @@ def parse(word: str) -> tuple[str, list[str]]:
     name, equals, values = word.partition("=")
     values = split(values)
     if not equals or not all(values):
-        raise InputError(f"--sweep {word!r} is not of the form key=value,value (such as tp=1,2,4)")
+        raise InputError(
+            f"--sweep {word!r} is not of the form key=value,value (such as tp=1,2,4)"
+        )
     dimension = name in (field.name for field in fields(Parallel))
     return (f"parallel.{name}" if dimension else name), values
 

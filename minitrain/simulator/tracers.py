@@ -15,5 +15,7 @@ def start_server() -> None:
 
     It also imports what torch.compile needs, which every process would else import for itself.
     """
-    CONTEXT.set_forkserver_preload(["minitrain.simulator.fake_world", "torch._inductor.compile_fx"])
+    CONTEXT.set_forkserver_preload(
+        ["minitrain.simulator.fake_world", "torch._inductor.compile_fx"]
+    )
     forkserver.ensure_running()

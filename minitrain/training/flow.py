@@ -148,10 +148,14 @@ def check_diffusion(settings: Diffusion) -> None:
             raise InputError(f"diffusion.{name}={getattr(settings, name)} must be above 0")
     for name in ("uniform_share", "text_dropout"):
         if not 0 <= getattr(settings, name) <= 1:
-            raise InputError(f"diffusion.{name}={getattr(settings, name)} must be between 0 and 1")
+            raise InputError(
+                f"diffusion.{name}={getattr(settings, name)} must be between 0 and 1"
+            )
     # outside of these bounds, `mode` is not monotonic in u
     if not -1 <= settings.mode_scale <= 2 / (math.pi - 2):
-        raise InputError(f"diffusion.mode_scale={settings.mode_scale} must be between -1 and 1.75")
+        raise InputError(
+            f"diffusion.mode_scale={settings.mode_scale} must be between -1 and 1.75"
+        )
     limits = f"diffusion.sigma_min={settings.sigma_min} and sigma_max={settings.sigma_max}"
     if not 0 <= settings.sigma_min < settings.sigma_max <= 1:
         raise InputError(f"{limits} must be between 0 and 1, the first below the second")

@@ -82,8 +82,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
         torch.manual_seed(dropout_seed(self.config.seed, step, self.meshes))
-        loss = forward_backward(self.model, self.objective, micro_batches, self.meshes, self.device)
-        norm = clip_gradients(list(self.model.parameters()), self.config.optim.clip, self.meshes.pp)
+        loss = forward_backward(
+            self.model, self.objective, micro_batches, self.meshes, self.device
+        )
+        norm = clip_gradients(
+            list(self.model.parameters()), self.config.optim.clip, self.meshes.pp
+        )
         finite = loss.isfinite() & norm.isfinite()
         update_weights(self.optimizer, finite)
         if self.config.optim.ema:
@@ -93,11 +97,15 @@ class Trainer:
         speed = getattr(self.config.model.config, "bias_update_speed", 0)
         if speed:
             # by 0 if the step is skipped
-            update_selection_bias(self.model, speed * finite, partial(sum_over, self.meshes.tokens))
+            update_selection_bias(
+                self.model, speed * finite, partial(sum_over, self.meshes.tokens)
+            )
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
-    def outputs(self, objective, batches: list[Batch], model: Module | None = None) -> list[Tensor]:
+    def outputs(
+        self, objective, batches: list[Batch], model: Module | None = None
+    ) -> list[Tensor]:
         """Return objective.loss of each batch, by default under the model that is trained.
 
         Values of batches: [micro, seq / cp, ...]; the outputs are as the objective has them. In a
@@ -234,7 +242,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
-def training_steps(trainer: Trainer, dataset, start: int, seen: int) -> Iterator[dict[str, float]]:
+def training_steps(
+    trainer: Trainer, dataset, start: int, seen: int
+) -> Iterator[dict[str, float]]:
     """Run the config's steps from `start` on, and yield the metrics of each.
 
     seen: tokens (for videos, patches) of earlier steps, which may have had other batch sizes.

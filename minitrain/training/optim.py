@@ -43,7 +43,9 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
     # torch's AdamW keeps states in the parameters' type: it serves if no other is asked for
     states = TYPES[optim.states]
-    differ = any((p.dtype == torch.bfloat16) != (optim.states == "bf16") for p in decayed + others)
+    differ = any(
+        (p.dtype == torch.bfloat16) != (optim.states == "bf16") for p in decayed + others
+    )
     names = {p: name for name, p in model.named_parameters()}
     if optim.name == "muon":
         products = TYPES[optim.newton_schulz]

@@ -47,7 +47,9 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return [row for row in rows if row]
 
 
-def pack_row(samples: list[dict[str, np.ndarray]], length: int, padding: dict[str, float]) -> Batch:
+def pack_row(
+    samples: list[dict[str, np.ndarray]], length: int, padding: dict[str, float]
+) -> Batch:
     """Concatenate samples to one row and fill it up to `length`.
 
     samples: each value is [n], n the length of the sample.
