@@ -1,8 +1,9 @@
 """Preference data: pairs of chats that differ in their last replies, side by side in a row.
 
-A line is {"prompt": ..., "chosen": ..., "rejected": ...}, as TRL has it: texts or lists of messages.
-The prompt may also be the messages that both lists begin with. Only what follows is learned. Tools,
-a system text and masks stand beside them as in data/chat.py.
+A line is {"prompt": ..., "chosen": ..., "rejected": ...}, as TRL has it: texts or lists of messages;
+a reply may also be one message, and the prompt `messages` or `conversations`, as LLaMA-Factory and
+axolotl have them, or what both lists begin with. Only what follows is learned. Tools, a system text
+and masks stand beside them as in data/chat.py.
 """
 
 from itertools import takewhile
@@ -121,7 +122,7 @@ def read_pair(record: dict) -> list[Chat]:
 
 def read_prompt(record: dict) -> Chat:
     """Return the messages before both replies; none where the replies' lists hold them."""
-    key = usual_key(record, CHAT_KEYS["prompts"])
+    key = usual_key(record, CHAT_KEYS["prompts"] + CHAT_KEYS["chats"])
     if key is None or not record[key]:
         refuse_hidden(record, CHAT_KEYS["chats"], "'prompt'")
         return []
@@ -132,7 +133,9 @@ def read_prompt(record: dict) -> Chat:
 
 
 def read_reply(record: dict, key: str, asked: Chat) -> Chat:
-    """Return the messages of a list, or of a text that answers what is `asked`."""
+    """Return the messages of a list, or one of a text that answers what is `asked`."""
+    if isinstance(record.get(key), dict):
+        record = {key: [record[key]]}
     if isinstance(record.get(key), list):
         return read_turns(record, key)
     reply = Message("assistant", words_of(record, key))
