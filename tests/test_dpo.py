@@ -230,8 +230,6 @@ def test_replies_in_the_prompt_are_not_learned(tmp_path):
     ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "'chosen' is a text, and there is no 'prompt' that it answers"),
     ({"prompt": "1+1?", "chosen": "2", "rejected": "3", "weight": 0.5}, "'weight' is 0.5, but a reply is learned or"),
     ({"prompt": "1+1?", "chosen": "2", "rejected": "3", "image": "x.png"}, "'image' is not supported"),
-    ({"messages": [{"role": "user", "content": "1+1?"}], "chosen": [{"role": "assistant", "content": "2"}],
-      "rejected": [{"role": "assistant", "content": "3"}]}, "'messages' is not supported (write it into 'prompt'"),
     ({"prompt": [{"role": "user", "content": "1+1?"}], "context": "c", "chosen": "2", "rejected": "3"},
      "'context' is not supported"),
 ], ids=str)  # fmt: skip

@@ -124,7 +124,6 @@ def read_prompt(record: dict) -> Chat:
     """Return the messages before both replies; none where the replies' lists hold them."""
     key = usual_key(record, CHAT_KEYS["prompts"] + CHAT_KEYS["chats"])
     if key is None or not record[key]:
-        refuse_hidden(record, CHAT_KEYS["chats"], "'prompt'")
         return []
     if isinstance(record[key], list):
         refuse_hidden(record, ["context"], "the messages")
