@@ -40,7 +40,10 @@ def test_every_command_says_what_it_wrote_and_what_is_next(request, tmp_path, mo
         (None, ["evaluate", "--model", "half", "--device", "cpu", "texts/0.txt"]),
         ("answers.jsonl", ["generate", "--model", "run", "--prompts", "texts/0.txt", "--out", "answers.jsonl",
                            "--max-tokens", "1", "--device", "cpu"]),
+        ("random", [*train, model, "out_dir=random"]),  # a model without a tokenizer
+        ("late", ["export", "--run", "random", "--out", "late"]),
         ("lora", [*train, *chats.split(), "out_dir=lora"]),
+        (None, ["evaluate", "--model", "run", "--adapter", "lora", "--chat", "--device", "cpu", "chats.jsonl"]),
         ("merged", ["merge", "--model", "run", "--adapter", "lora", "--out", "merged"]),
         ("r.json", ["bench", "--config", "empty.yaml", model, *size.split()[:3], "device=cpu", "--steps", "1",
                     "--warmup", "0", "--json", "r.json"]),
@@ -61,5 +64,11 @@ def test_every_command_says_what_it_wrote_and_what_is_next(request, tmp_path, mo
         assert path is None or any(path in line for said in streams for line in said[-8:]), words
         last = [said[-1] for said in streams if said]
         assert any(re.search(NEXT, line) for line in last), (words, last)
+        if " curves " in last[0]:  # which works as it stands
+            dispatch(last[0].split(" minitrain ")[1].split())
+            capsys.readouterr()
+        if words[0] == "evaluate":
+            adapter, chat = (" --adapter lora", " --chat") if "--chat" in words else ("", "")
+            assert last[0] == f"next: minitrain generate --model {words[2]}{adapter}{chat} --prompt TEXT"
     if not videos:
         assert {words[0] for _, words in ends} == FILES.keys() - {"encode-video"}

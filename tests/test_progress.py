@@ -13,7 +13,7 @@ from minitrain.run import meter, train_model
 from minitrain.run.config import from_dict
 from minitrain.run.flops import clean, count_work, step_flops
 from minitrain.run.meter import Meter
-from minitrain.run.progress import LAYOUT, bar_width, next_command, telling, validation
+from minitrain.run.progress import LAYOUT, bar_width, fitting, next_command, telling, validation
 
 MODEL = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258}
 TINY = {"model": MODEL, "batch": {"global": 4, "micro": 2, "seq_len": 32}, "steps": 4, "device": "cpu"}
@@ -35,11 +35,24 @@ def test_the_bar_fits_eighty_columns(monkeypatch, steps, numbers, told):
             assert bar.endswith(text) and "|" in bar
 
 
+def test_no_figure_of_the_bar_is_cut(monkeypatch):
+    """With losses of many sources, also where hours are left: whole figures, as many as fit."""
+    numbers = {"loss": 1.3, "tokens_per_sec": 12345.4} | {f"loss/source-{n}": n / 7 for n in range(9)}
+    whole = telling(numbers).split(", ")
+    for columns, figures in ((80, 3), (60, 2), (50, 1)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = fitting(telling(numbers), 900)
+        assert text.split(", ") == whole[:figures]
+        bar = tqdm.format_meter(1, 900, 300.0, ncols=bar_width(), bar_format=LAYOUT, postfix=text)
+        assert bar.endswith(f"74:55:00 left, {text}") and len(bar) == columns
+
+
 @pytest.mark.parametrize("numbers, told", [
     ({"val_loss": 1.3, "val_bits_per_byte": 1.3 / math.log(2)}, "1.300 nats = 1.876 bits/byte"),
     ({"val_loss": 1.3, "val_exact_match": 0.946}, "1.300 nats, exact match 94.6%"),
     ({"val_loss": 0.5, "video_tokens": 8.0}, "0.500"),
     ({"val_greedy": 0.5, "val_pass@8": 0.75, "reward": 0.1}, "greedy 50.0%, pass@8 75.0%"),
+    ({f"val_pass@{n}": 1.0 for n in (1, 2, 4, 8, 16)}, "pass@1 100.0%, pass@16 100.0%"),
     ({"loss": 1.0}, ""),
 ])  # fmt: skip
 def test_the_line_of_a_validation(numbers, told):
@@ -93,7 +106,7 @@ def test_the_next_command_is_one_for_what_was_made(tree, command):
         if isinstance(value, dict):
             value = SimpleNamespace(**value, path="", tokenizer="bytes", sources=[])
         setattr(config, key, value)
-    assert next_command(config).replace("'out/a b'", "out/a\\ b").startswith(f"python -m {command}")
+    assert next_command(config, config.out_dir).replace("'out/a b'", "out/a\\ b").startswith(f"python -m {command}")
 
 
 def test_each_steps_cost_is_that_of_its_tokens(monkeypatch):

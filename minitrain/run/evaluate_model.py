@@ -73,4 +73,5 @@ def main(arguments: list[str]) -> None:
         told += f", {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
     print(told)
     adapter = f" --adapter {quote(options.adapter)}" if options.adapter else ""
-    print(f"next: minitrain generate --model {quote(options.model)}{adapter} --prompt TEXT")
+    chat = " --chat" if options.chat else ""
+    print(f"next: minitrain generate --model {quote(options.model)}{adapter}{chat} --prompt TEXT")

@@ -78,4 +78,4 @@ def main(arguments: list[str]) -> None:
     export(trainer, config, work, asks)
     work.rename(out)
     print(f"{out} holds step {step} of {options.run}")
-    print(f"next: {next_command(replace(config, out_dir=options.out))}")
+    print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")

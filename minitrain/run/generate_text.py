@@ -124,9 +124,9 @@ def write_answers(options: Namespace, prompts: list[str], answers: list[str]) ->
     else:
         Path(options.out).write_text("".join(lines), encoding="utf-8")
         print(f"{options.out} holds {len(lines):,} answers, each a line with prompt and text")
-        print(
-            f"next: minitrain evaluate --chat --model {quote(options.model)} FILE compares answers"
-        )
+        made = quote(options.model)
+        made += f" --adapter {quote(options.adapter)}" if options.adapter else ""
+        print(f"next: minitrain evaluate --chat --model {made} FILE compares answers")
 
 
 def converse(

@@ -28,7 +28,15 @@ from minitrain.run.durable import write_durably
 from minitrain.run.fingerprint import check_continuation
 from minitrain.run.health import WINDOW
 from minitrain.run.metrics_file import read_lines, to_line
-from minitrain.run.progress import LAYOUT, bar_width, closing_lines, goodness, telling, validation
+from minitrain.run.progress import (
+    LAYOUT,
+    bar_width,
+    closing_lines,
+    fitting,
+    goodness,
+    telling,
+    validation,
+)
 from minitrain.run.tensorboard import Board
 from minitrain.settings import Config
 from minitrain.training.optim import warmup_steps
@@ -167,7 +175,7 @@ class MetricsLog:
         for logger in list(self.loggers):
             self.tell(logger, numbers)
         told = telling(numbers, self.bytes_per_token)
-        self.bar.set_postfix_str(told, refresh=False)
+        self.bar.set_postfix_str(fitting(told, self.bar.total), refresh=False)
         self.bar.update()
         step = numbers["step"]
         tested = validation(numbers)

@@ -34,6 +34,14 @@ def bar_width() -> int:
     return min(80, shutil.get_terminal_size().columns)
 
 
+def fitting(told: str, steps: int) -> str:
+    """Return the figures that the bar has room for: one that is cut would be another."""
+    room = bar_width() - len(f"{steps}/{steps} |-| 99:59:59 left, ")
+    while len(told) > room and ", " in told:
+        told = told.rpartition(", ")[0]
+    return told
+
+
 def telling(numbers: dict, bytes_per_token: float | None = None) -> str:
     """Return the figures of a step that tell most. bytes_per_token: of text, for bits per byte."""
     if "reward" in numbers:
@@ -42,10 +50,11 @@ def telling(numbers: dict, bytes_per_token: float | None = None) -> str:
         told = f"loss {numbers['loss']:.4f}"
     if bytes_per_token:
         told += f" = {bits_per_byte(numbers['loss'], bytes_per_token):.3f} bits/byte"
+    told += f", tokens/s {numbers['tokens_per_sec']:,.0f}"
     for name, value in numbers.items():
         if name.startswith("loss/"):
             told += f", {name.removeprefix('loss/')} {value:.4f}"
-    return f"{told}, tokens/s {numbers['tokens_per_sec']:,.0f}"
+    return told
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
@@ -61,8 +70,9 @@ def goodness(numbers: dict) -> float:
 def validation(numbers: dict) -> str:
     """Return the figures of a validation, as `1.300 nats = 1.875 bits/byte`; "" without one."""
     told = []
+    passes = [name for name in numbers if name.startswith("val_pass@")]
     for name, value in numbers.items():
-        if not name.startswith("val_") or value is None:
+        if not name.startswith("val_") or value is None or name in passes[1:-1]:
             continue
         if name == "val_bits_per_byte":
             told[-1] += f" = {value:.3f} bits/byte"
@@ -100,18 +110,18 @@ def closing_lines(
         "speed": f"{fmean(speed):,.0f} tokens/s, MFU {fmean(mfu):.1%} of {mfu_of}",
         "memory": f"{max(memory):.2f} GiB at the peak, on the first rank",
         "files": f"{config.out_dir} holds the {kind}, metrics.jsonl, curves.svg and checkpoints/",
-        "next": next_command(config),
+        "next": next_command(config, config.out_dir),
     }
 
 
-def next_command(config: Config) -> str:
-    """Return a command that uses what the run has made."""
-    out = shlex.quote(config.out_dir)
+def next_command(config: Config, folder: str) -> str:
+    """Return a command that uses what a run has made, in a folder that may be another than its own."""
+    out = shlex.quote(folder)
     base = config.model.path
     videos = config.task == "diffusion"
     # adapters of random weights, which no file holds, and models of tokens without a tokenizer
     if (config.lora and not base) or not (videos or has_tokenizer(config)):
-        return f"python -m minitrain curves {out}"
+        return f"python -m minitrain curves {shlex.quote(config.out_dir)}"
     made = f"--model {shlex.quote(base)} --adapter {out}" if config.lora else f"--model {out}"
     if config.data.kind == "shapes":
         made += f" --task diffusion --prompts shapes --out {out}/sheet.png"
