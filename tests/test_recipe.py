@@ -21,7 +21,7 @@ SYSTEM = replace(load_system("dgx-h100"), launch=0.0, latency=0.0, step=0.0, mem
 CAUSAL = replace(SYSTEM.attention["causal"], start=0)
 SYSTEM = replace(SYSTEM, attention={"causal": CAUSAL, "flex": replace(CAUSAL, forward=CAUSAL.forward / 2)})
 ATTENTION = Event("attention", "attention", 740 * 10**12, [], [], (128, 10**9), form="causal")
-BACKWARD = replace(ATTENTION, name="attention_backward", flops=506 * 10**12)
+BACKWARD = ATTENTION._replace(name="attention_backward", flops=506 * 10**12)
 EXPERTS = Event("_grouped_mm", "grouped", 10**15, [], [], (2, 128 * 132, 256, 4096))
 MUL = Event("mul", "memory", 0, [(1, 29 * 10**11)], [(2, 29 * 10**11)])
 
@@ -55,7 +55,7 @@ def test_other_kernels():
 def test_other_stacks(stack, masked):
     """Where Transformer Engine has cuDNN's kernels for masks, these cost what plain attention does; and NeMo's host
     takes its time between steps."""
-    found = seconds(trace_of(replace(ATTENTION, form="flex")), stack=stack)
+    found = seconds(trace_of(ATTENTION._replace(form="flex")), stack=stack)
     host = constants("stacks")[stack].get("rates", {}).get("step", 0)
     assert found == pytest.approx(masked * ATTENTION.flops / CAUSAL.forward + host)
 
@@ -73,14 +73,14 @@ def test_a_host_that_launches_each_layer_of_experts():
     assert launch_seconds(from_dict(tree | {"model": "llama3-8b-tiny", "parallel": {}}), slow) == 0
     host = 4 * (5 + 0.5 * 8)
     for busy in (1, 2 * host):  # seconds
-        trace = trace_of(replace(ATTENTION, flops=int(busy * CAUSAL.forward)))
+        trace = trace_of(ATTENTION._replace(flops=int(busy * CAUSAL.forward)))
         found = time_traces(config_with(), {0: trace}, replace(slow, step=3.0)).step
         assert found == pytest.approx(max(host, busy + 3))
 
 
 def test_without_the_compiler_it_is_another_trace(monkeypatch):
     """Two kernels in turn, of which the compiler makes one: the tensor between them dies. A third one, without it."""
-    again = replace(MUL, reads=MUL.writes, writes=[(3, 29 * 10**11)])
+    again = MUL._replace(reads=MUL.writes, writes=[(3, 29 * 10**11)])
     trace = trace_of(MUL, again, died={2: 1})
     monkeypatch.setattr(recipe, "record", lambda config: {0: trace_of(MUL, again, MUL)} if not config.compile else {})
     assert seconds(trace, compile=True) == seconds(trace) == pytest.approx(2.0)
@@ -96,7 +96,7 @@ def test_a_pipeline_that_fills_and_drains_several_times():
         for batch in range(4):
             for kind, work in (("F", 1), ("B", 2)):
                 trace.marks.append((len(trace.events), (stage, kind, batch)))
-                trace.events.append(replace(ATTENTION, flops=int(work * CAUSAL.forward)))
+                trace.events.append(ATTENTION._replace(flops=int(work * CAUSAL.forward)))
                 trace.marks.append((len(trace.events), None))
         return trace
 
@@ -119,7 +119,7 @@ def test_a_pipeline_that_fills_and_drains_several_times():
     waits = replace(SYSTEM, step=1.0)  # for the host, which is no bubble
     assert time_traces(config, traces, waits, 8).breakdown(place=1) == parts | {"bubble": pytest.approx(3), "gaps": 1}
     for trace in traces.values():  # 2 s to gather weights, which then stay
-        trace.events.insert(0, replace(ATTENTION, flops=int(2 * CAUSAL.forward)))
+        trace.events.insert(0, ATTENTION._replace(flops=int(2 * CAUSAL.forward)))
         trace.marks = [(index + 1, label) for index, label in trace.marks]
     gathers = time_traces(config, traces, SYSTEM, 4)
     assert gathers.step == pytest.approx(2 + 2 * (4 + 1) * 3) and gathers.idle == pytest.approx([2 * 3] * 2)

@@ -7,8 +7,8 @@ without the wait for a step's longest response. Rewards are those of random text
 signal costs the same.
 """
 
-import dataclasses
 import sys
+from dataclasses import replace
 from statistics import median_high as median
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from minitrain.settings import Config
 def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     """Run `warmup` + `steps` GRPO steps and return one result row; all ranks call it."""
     last = config.grpo.lag  # a step off policy, the last one samples nothing
-    config = dataclasses.replace(published_lengths(config), steps=warmup + steps + last)
+    config = replace(published_lengths(config), steps=warmup + steps + last)
     device, matmul = prepare(config)
     run = Run(config, folder=None)
     lines = []
@@ -59,6 +59,6 @@ def published_lengths(config: Config) -> Config:
     # a prompt ends with a token of the template
     prompt = max(1, round(tokens - row["mean_response"]) - 1)
     if "rollout.max_tokens" not in row.get("changed", ()):
-        rollout = dataclasses.replace(rollout, max_tokens=round(row["mean_response"]))
-    grpo = dataclasses.replace(grpo, mock_digits=prompt)
-    return dataclasses.replace(config, rollout=rollout, grpo=grpo)
+        rollout = replace(rollout, max_tokens=round(row["mean_response"]))
+    grpo = replace(grpo, mock_digits=prompt)
+    return replace(config, rollout=rollout, grpo=grpo)

@@ -11,9 +11,9 @@ Left out: all communication, a pipeline's bubble, uneven experts; the optimizer'
 than in the whole, as fewer tokens pay for it.
 """
 
-import dataclasses
 import re
 from collections import Counter
+from dataclasses import replace
 
 from minitrain.bench.measure import (
     placed,
@@ -73,9 +73,9 @@ def make_proxy(config: Config, layers: int) -> Config:
             "prefetch",
         )
     }
-    proxy = dataclasses.replace(
+    proxy = replace(
         cut_layers(config, layers),
-        batch=dataclasses.replace(config.batch, global_=rows),
+        batch=replace(config.batch, global_=rows),
         parallel=Parallel(dp_shard=1, **kept),
         reference=config.reference | {"changed": ["model.num_layers", "parallel"]},
     )
@@ -95,11 +95,9 @@ def cut_layers(config: Config, layers: int) -> Config:
     experts = own_experts(config)
     if experts and experts < shape.num_experts:
         changes |= {"num_experts": experts, "n_group": 1, "topk_group": 1}
-    model = dataclasses.replace(
-        config.model, config=dataclasses.replace(shape, **changes), path=""
-    )
-    lora = config.lora and dataclasses.replace(config.lora, path="")
-    return dataclasses.replace(config, model=model, lora=lora)
+    model = replace(config.model, config=replace(shape, **changes), path="")
+    lora = config.lora and replace(config.lora, path="")
+    return replace(config, model=model, lora=lora)
 
 
 def own_experts(config: Config) -> int:

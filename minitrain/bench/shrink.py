@@ -8,12 +8,12 @@ is that the layout works, not how fast it is. Left out: compilation, real data, 
 splits, whose lengths are those of the real model.
 """
 
-import dataclasses
 import json
 import multiprocessing
 import os
 import tempfile
 import threading
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,12 +57,12 @@ def shrink(config: Config) -> Config:
     reference = dict(config.reference)
     if reference.get("convention") == "nemo_squad":  # which is for real packs only
         del reference["convention"]
-    small = dataclasses.replace(
+    small = replace(
         config,
         model=Model(config=shrink_model(config.model.config, parallel)),
         data=Data(size=SMALL_VIDEO, text_tokens=8),
         # files hold the real model's adapters
-        lora=config.lora and dataclasses.replace(config.lora, path=""),
+        lora=config.lora and replace(config.lora, path=""),
         device="cpu",
         batch=Batch(rows * shrunk_micro_batches(config, parallel), micro, length),
         parallel=parallel,
@@ -101,7 +101,7 @@ def shrink_parallel(config: Config) -> Parallel:
     shards = min(real, 2)
     if 1 < p.ep < real * p.cp * p.tp:
         shards = max(shards, 4 // (sizes["cp"] * sizes["tp"]))
-    return dataclasses.replace(
+    return replace(
         p,
         **sizes,
         dp_shard=shards,
@@ -114,9 +114,9 @@ def shrink_model(
 ) -> DecoderConfig | WanConfig:
     """Return its tiny twin, with two layers or more for each pipeline stage."""
     if isinstance(shape, WanConfig):
-        return dataclasses.replace(shape, **TINY_WAN)
+        return replace(shape, **TINY_WAN)
     layers = max(4, 2 * parallel.pp * parallel.vp)
-    return DecoderConfig(**tiny(dataclasses.asdict(shape), layers))
+    return DecoderConfig(**tiny(asdict(shape), layers))
 
 
 def shrink_rollouts(config: Config) -> Config:
@@ -124,7 +124,7 @@ def shrink_rollouts(config: Config) -> Config:
 
     If some ranks only sample, as many do as train.
     """
-    rollout = dataclasses.replace(
+    rollout = replace(
         config.rollout,
         **at_most(config.rollout, tp=2, ep=2),
         max_tokens=8,
@@ -133,7 +133,7 @@ def shrink_rollouts(config: Config) -> Config:
         pages=0,
         compile=False,
     )
-    grpo = dataclasses.replace(
+    grpo = replace(
         config.grpo,
         **at_most(
             config.grpo,
@@ -146,7 +146,7 @@ def shrink_rollouts(config: Config) -> Config:
         generation_ranks=training_ranks(config) if config.grpo.generation_ranks else 0,
     )
     reference = {key: value for key, value in config.reference.items() if key != "mean_response"}
-    return dataclasses.replace(
+    return replace(
         config,
         rollout=rollout,
         grpo=grpo,

@@ -58,14 +58,14 @@ OWN_PRODUCTS = ("add_product", "onednn_linear", "grouped_mm", "linear_fp32", "sc
 ROUTING = {_ops.topk.default, _ops.sort.stable}
 
 
-def saved_operators(setting: str | int) -> set | None:
+def saved_operators(setting: str | int) -> frozenset | None:
     """Return the operators whose outputs a setting saves; None: it saves a block's input only."""
     if setting == "attention":
-        return ATTENTION
+        return frozenset(ATTENTION)
     if setting == "selective":
         own = torch.ops.minitrain
         products = {getattr(own, name).default for name in OWN_PRODUCTS if hasattr(own, name)}
-        return ATTENTION | EXPENSIVE | ROUTING | products
+        return frozenset(ATTENTION | EXPENSIVE | ROUTING | products)
     return None
 
 
@@ -79,19 +79,23 @@ def recompute(blocks: list[Module], setting: str | int, random: bool = False) ->
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     if setting == "none":
         return
-    context = {"preserve_rng_state": random}
     saved = saved_operators(setting)
+    every = setting if isinstance(setting, int) else 1
+    for block in blocks[::every]:
+        set_variant(block, recomputing(type(block), saved, random))
+
+
+# one class, however many stages a pipeline has: the compiler compiles each class's forward anew
+@cache
+def recomputing(kind: type, saved: frozenset | None, random: bool) -> type:
+    """Return the variant of a block's class whose forward runs under torch's checkpoint.
+
+    saved: as of `saved_operators`.
+    """
+    context = {"preserve_rng_state": random}
     if saved is not None:
         policy = partial(choose_policy, saved)
         context["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    every = setting if isinstance(setting, int) else 1
-    variant = cache(partial(recomputing, context))
-    for block in blocks[::every]:
-        set_variant(block, variant(type(block)))
-
-
-def recomputing(context: dict, kind: type) -> type:
-    """Return the variant of a block's class whose forward runs under torch's checkpoint."""
 
     class Recomputing(kind):
         # torch.compile traces this function, but skips a forward that is `checkpoint` itself
@@ -103,6 +107,6 @@ def recomputing(context: dict, kind: type) -> type:
     return Recomputing
 
 
-def choose_policy(saved: set, _, op, *args, **kwargs) -> CheckpointPolicy:
+def choose_policy(saved: frozenset, _, op, *args, **kwargs) -> CheckpointPolicy:
     """Save the outputs of the operators in `saved`, and recompute those of all others."""
     return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -4,7 +4,7 @@ One GPU tells how fast its matrix products, attention and memory are. Links, lat
 size stay those of the named system whose GPU it is.
 """
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -85,7 +85,7 @@ def calibrated(system: System, outcome: dict) -> System:
 
     All attention kernels are changed by the same factors, those of the measured causal one.
     """
-    system = dataclasses.replace(
+    system = replace(
         system, name=f"{system.name} (calibrated)", memory=FUSED_SHARE * outcome["memory"]
     )
     rates = {}
@@ -109,9 +109,9 @@ def calibrated(system: System, outcome: dict) -> System:
     forward = outcome["attention_forward"] * length / causal.forward
     backward = outcome["attention_backward"] * length / causal.backward
     kernels = {
-        form: dataclasses.replace(
+        form: replace(
             kernel, forward=kernel.forward * forward, backward=kernel.backward * backward
         )
         for form, kernel in system.attention.items()
     }
-    return dataclasses.replace(system, attention=kernels, **rates)
+    return replace(system, attention=kernels, **rates)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
@@ -55,6 +56,7 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
     units = [m._get_fsdp_state()._fsdp_param_group for m in modules if isinstance(m, FSDPModule)]
     fp8 = {shards for m in modules for shards, _ in getattr(m, "shards", {}).values()}
 
+    @torch.no_grad()  # where a DTensor hands out its local tensor as it is
     def count_lasting() -> None:
         tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
         # gradients that are not reduced yet, or not over replicas

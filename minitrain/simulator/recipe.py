@@ -10,7 +10,7 @@ The config is our form of the row, and is predicted as it is, with our kernels. 
 error is that of the prediction made here.
 """
 
-import dataclasses
+from dataclasses import replace
 
 from minitrain.bench.rows import constants
 from minitrain.settings import Config
@@ -37,7 +37,7 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
         simulation = time_traces(training_config(config), traces, system)
         return policy_figures(config, system, simulation, Stack(**stack["policy"]))
     if recipe.get("compile", config.compile) != config.compile:
-        config = dataclasses.replace(config, compile=recipe["compile"])
+        config = replace(config, compile=recipe["compile"])
         traces = record(config)
     predicted = simulated_figures(
         config, row, system, time_traces(config, traces, system, recipe.get("micro_batches", 0))
@@ -52,7 +52,7 @@ def published_system(system: System, recipe: dict, stack: dict) -> System:
     if "masks" in stack:
         kernels["flex"] = kernels[stack["masks"]]
     if "narrow" in stack:
-        kernels["flex"] = dataclasses.replace(kernels["flex"], narrow=stack["narrow"])
+        kernels["flex"] = replace(kernels["flex"], narrow=stack["narrow"])
     if "attention" in told:
         kernels = rates_of({"attention": dict.fromkeys(kernels, told["attention"])})["attention"]
-    return dataclasses.replace(system, attention=kernels, **rates_of(stack.get("rates", {})))
+    return replace(system, attention=kernels, **rates_of(stack.get("rates", {})))

@@ -14,13 +14,12 @@ Experts are selected by the fake balanced gate, whose splits the host knows. Wit
 host reads counts back in every layer; that wait, a copy's latency, is left out.
 """
 
-import dataclasses
 import gc
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from statistics import median_high
@@ -171,14 +170,14 @@ def with_balanced_experts(config: Config) -> Config:
         raise InputError(
             "precision=fp32 is not simulated for experts: fake grouped products take bf16 (use bf16)"
         )
-    shape = dataclasses.replace(config.model.config, fake_balanced_gate=True)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=shape))
+    shape = replace(config.model.config, fake_balanced_gate=True)
+    return replace(config, model=replace(config.model, config=shape))
 
 
 def few_micro_batches(config: Config) -> Config:
     """Return the config with fewer micro-batches per step."""
     rows = few(config) * config.batch.micro * row_ranks(config)
-    return dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_=rows))
+    return replace(config, batch=replace(config.batch, global_=rows))
 
 
 def few(config: Config) -> int:

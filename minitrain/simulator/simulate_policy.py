@@ -21,10 +21,9 @@ caches, which take what is left.
 A published run's stack pays for more than that: see `Stack`.
 """
 
-import dataclasses
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from torch import Tensor
@@ -184,10 +183,8 @@ def training_config(config: Config) -> Config:
     packs = math.ceil(
         rollouts_of(config).tokens / updates_of(config) / config.batch.seq_len / rows
     )
-    batch = dataclasses.replace(
-        config.batch, global_=enough_for_pipeline(config.parallel, packs) * rows
-    )
-    return dataclasses.replace(config, task="pretrain", batch=batch, data=Data(), grpo=GRPO())
+    batch = replace(config.batch, global_=enough_for_pipeline(config.parallel, packs) * rows)
+    return replace(config, task="pretrain", batch=batch, data=Data(), grpo=GRPO())
 
 
 def updates_of(config: Config) -> int:

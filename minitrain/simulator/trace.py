@@ -10,8 +10,9 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -52,8 +53,7 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations")
 
 
-@dataclass(slots=True)
-class Event:
+class Event(NamedTuple):
     """One kernel or collective.
 
     kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one.
@@ -82,7 +82,7 @@ class Event:
         """Return the same event on other storages. now: number here -> number there."""
         reads = [(now[number], size) for number, size in self.reads]
         writes = [(now[number], size) for number, size in self.writes]
-        return replace(self, reads=reads, writes=writes)
+        return self._replace(reads=reads, writes=writes)
 
 
 @dataclass

@@ -83,6 +83,19 @@ def test_a_hybrids_kinds_of_layers_in_all_ways(pool):
     assert pool.run(1, compile_in_all_ways, TREE | {"model": "nemotron3-nano-30b-a3b-tiny"}) == [9]
 
 
+@pytest.mark.parametrize("setting", ["full", "selective"])
+def test_stages_of_a_pipeline_share_what_is_compiled(setting):
+    """Otherwise eight stages would compile each block eight times, and a ninth would run uncompiled."""
+    torch.compiler.reset()
+    blocks = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    before = counters["stats"]["unique_graphs"]
+    for block in blocks:
+        recompute([block], setting)
+        block.compile(backend="eager")
+        block(torch.ones(1, 4)).sum().backward()
+    assert counters["stats"]["unique_graphs"] - before == 1
+
+
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
