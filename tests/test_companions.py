@@ -141,6 +141,27 @@ def test_a_new_tokenizer_has_no_tokens_of_the_old_one(tmp_path):
     assert theirs("old").input_ids == [*b"old"] and len(theirs) == 258
 
 
+def test_a_new_tokenizer_has_its_own_further_templates(tmp_path):
+    """transformers takes tool_use.jinja where tools are given."""
+    own = own_tokenizer(tmp_path / "own")
+    theirs = AutoTokenizer.from_pretrained(own)
+    theirs.chat_template = {"default": "new", "tool_use": "new tools"}
+    theirs.save_pretrained(own)
+    text = data(tmp_path, "text", tokenizer=str(own))
+    model = {"model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 320}}
+    for name in ("out", "plain"):
+        old = tmp_path / name / "additional_chat_templates"
+        old.mkdir(parents=True)
+        for file in ("tool_use", "rag"):
+            (old / f"{file}.jinja").write_text("old")
+    ours = AutoTokenizer.from_pretrained(run(tmp_path / "out", model, text))
+    assert ours.chat_template == theirs.chat_template
+    run(tmp_path / "plain", model, data(tmp_path, "text"))
+    assert not isinstance(AutoTokenizer.from_pretrained(tmp_path / "plain").chat_template, dict)
+    load_tokenizer(own).save(own)
+    assert AutoTokenizer.from_pretrained(own).chat_template == theirs.chat_template
+
+
 def test_a_model_keeps_its_own_way_to_generate(tmp_path):
     """Also saved into the folder that it came from, or elsewhere, as in transformers."""
     old_model(tmp_path / "a")

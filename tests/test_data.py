@@ -644,6 +644,9 @@ WRONG = {  # how the program that makes such files writes one, and what it is sa
     "gzip": (lambda file: file.write_bytes(gzip.compress(LINES)), r"packed by gzip .gzip -d."),
     "bzip2": (lambda file: file.write_bytes(bz2.compress(LINES)), "packed by bzip2"),
     "xz": (lambda file: file.write_bytes(lzma.compress(LINES)), "packed by xz"),
+    "lzma": (lambda file: file.write_bytes(lzma.compress(LINES, lzma.FORMAT_ALONE)), "packed by lzma"),
+    "snappy": (lambda file: file.write_bytes(b"\xff\x06\0\0sNaPpY" + bytes(99)), "packed by snappy"),
+    "rar": (lambda file: file.write_bytes(b"Rar!\x1a\7\1\0" + bytes(98)), "a rar archive"),
     "zstd": (lambda file: file.write_bytes(pyarrow.compress(LINES, "zstd", asbytes=True)), "packed by zstd"),
     "pickle": (lambda file: file.write_bytes(pickle.dumps(ARRAY)), "pickled by Python"),
     "parquet": (lambda file: pyarrow.parquet.write_table(TABLE, file), "a parquet file"),
@@ -663,6 +666,7 @@ WRONG = {  # how the program that makes such files writes one, and what it is sa
     "WAV": (write_wav, "a picture, a sound or a video"),
     **{name: (partial(write_behind, head), "a picture, a sound or a video") for name, head in HEADS.items()},
     "program": (lambda file: shutil.copyfile(os.path.realpath(sys.executable), file), "a program"),
+    "Megatron's older index": (lambda file: file.write_bytes(b"TNTIDX\0\0" + bytes(98)), "the index of an older"),
     "Megatron's index": (lambda file: file.write_bytes(b"MMIDIDX\0\0" + bytes(99)), "Megatron's index"),
 }  # fmt: skip
 
@@ -698,6 +702,16 @@ def test_the_files_of_llm_c_are_read_as_their_headers_say(tmp_path, magic, versi
     for cut in others:
         (tmp_path / "a.bin").write_bytes(cut)
         refused(r"a.bin has llm.c's header for 1,000 <u. tokens, but .* bytes", tmp_path, "tokens", vocab_size=vocab)
+
+
+def test_chunks_of_litdata_are_no_tokens(tmp_path):
+    """As _create_chunk of its BinaryWriter writes them, with items of tokens."""
+    for lengths in ([4096] * 7, range(1, 3000)):
+        items = [np.arange(length, dtype=np.uint16).tobytes() for length in lengths]
+        offsets = np.array([0, *map(len, items)]).cumsum().astype(np.uint32)
+        offsets += 4 + offsets.nbytes
+        (tmp_path / "chunk-0-0.bin").write_bytes(np.uint32(len(items)).tobytes() + offsets.tobytes() + b"".join(items))
+        refused("chunk-0-0.bin is a chunk of litdata", tmp_path, "tokens", vocab_size=1 << 17)
 
 
 def test_text_and_unfinished_downloads_are_no_tokens(tmp_path):

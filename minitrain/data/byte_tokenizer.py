@@ -5,6 +5,7 @@ about four times longer than a trained vocabulary does.
 """
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 CHAT_TEMPLATE = "chat_template.jinja"
 # tokenizer.model: the same vocabulary; of Nemotron-4's, llama.cpp reads no other file
 COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE, "tokenizer.model", "added_tokens.json")
+# a folder of more chat templates
+MORE_TEMPLATES = "additional_chat_templates"
 
 
 class ByteTokenizer:
@@ -105,10 +108,17 @@ def is_byte_tokenizer(tree: dict) -> bool:
     return same and specials == [(256, BOS), (257, EOS)]
 
 
-def remove_others(folder: str | Path, names: Iterable[str]) -> None:
-    """Remove an earlier tokenizer's files that are not among the new names.
+def remove_others(
+    folder: str | Path, names: Iterable[str], templates: Path | None = None
+) -> None:
+    """Remove an earlier tokenizer's files that are not among the new names, and copy `templates`.
 
     They would still be read: a chat template even before the new one.
     """
     for name in set(COMPANIONS) - set(names):
         Path(folder, name).unlink(missing_ok=True)
+    target = Path(folder, MORE_TEMPLATES).resolve()
+    if templates is None or templates.resolve() != target:
+        shutil.rmtree(target, ignore_errors=True)
+        if templates and templates.exists():
+            shutil.copytree(templates, target)

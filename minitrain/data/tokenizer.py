@@ -15,6 +15,7 @@ import numpy as np
 from minitrain.data.byte_tokenizer import (
     CHAT_TEMPLATE,
     COMPANIONS,
+    MORE_TEMPLATES,
     NAMING_FILES,
     ByteTokenizer,
     is_byte_tokenizer,
@@ -173,7 +174,9 @@ class HuggingFaceTokenizer:
             target = Path(folder, "tokenizer.json" if source == self.file else source.name)
             if source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
-        remove_others(folder, [source.name for source in sources])
+        remove_others(
+            folder, [source.name for source in sources], self.file.with_name(MORE_TEMPLATES)
+        )
 
     def _add_listed(self, added_token: type) -> None:
         """Add the tokens that tokenizer_config.json lists, some of which only get other settings."""

@@ -1,6 +1,7 @@
 """Name a file that is of the wrong kind, by its first bytes or its name, and the way out."""
 
 import re
+import struct
 from pathlib import Path
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -23,7 +24,10 @@ PK\x03\x04 = a zip archive, as numpy.savez and torch.save write (unpack it, or s
 BZh = packed by bzip2 (bzip2 -d)
 \xfd7zXZ = packed by xz (xz -d)
 \x04"M\x18 = packed by lz4 (lz4 -d)
+]\0\0\x80\0 = packed by lzma (xz -d --format=lzma)
+\xff\x06\0\0sNaPpY = packed by snappy (unpack it)
 7z\xbc\xaf = a 7z archive (unpack it)
+Rar! = a rar archive (unpack it)
 PAR1 = a parquet file (data.kind=jsonl reads it)
 ARROW1 = an arrow file (data.kind=jsonl reads it)
 ORC = an ORC file (convert it to JSONL)
@@ -37,6 +41,7 @@ GGUF = a GGUF file, as of llama.cpp (use the model's safetensors)
 %PDF = a PDF (extract its text)
 \x7fELF = a program
 MMIDIDX = Megatron's index of a .bin file (give the .bin, beside which it is read)
+TNTIDX\0\0 = the index of an older Megatron (convert the data to MMIDIDX, or save its tokens as .npy)
 LITPKDS = a packed dataset of lit-gpt, with a header of 24 bytes (save its tokens as .npy)
 \x8a\xd84\x01 = an evaluation set of llm.c (give its training tokens)
 \xc6\xd74\x01 = a model of llm.c (give its training tokens)
@@ -122,6 +127,10 @@ def kind_of_tokens(file: Path, head: bytes) -> str:
     found = kind_of_binary(file, head)
     if found or len(head) < 64:
         return found
+    # the number of items, and where each begins: the first one behind these numbers
+    count, *begins = struct.unpack("<9I", head[:36])
+    if begins[0] == 4 * (count + 2) and begins == sorted({*begins}):
+        return "a chunk of litdata (save its tokens as .npy)"
     code = "utf-16" if re.match(rb"\xff\xfe|\xfe\xff", head) else "utf-8"
     text = head.decode(code, "ignore")
     # a character may be cut at the end
