@@ -17,19 +17,22 @@ from pathlib import Path
 from minitrain.run import cli
 
 LARGEST_NUMBER = 99
+OPTIONS = {
+    # at most about half of all dialogues: drawing the last ones at random would take forever
+    "--count": (cli.positive(int, most=500_000), 20_000, "how many dialogues"),
+    "--seed": (int, 0, "of the numbers"),
+}
 
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(prog="python -m minitrain.examples.arithmetic", description=__doc__)
+    prog = "python -m minitrain.examples.arithmetic"
+    parser = cli.Parser(OPTIONS, prog=prog, description=__doc__)
     parser.add_argument("file", type=Path)
-    # at most about half of all dialogues: drawing the last ones at random would take forever
-    parser.add_argument("--count", type=cli.positive(int, most=500_000), default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     options.file.parent.mkdir(parents=True, exist_ok=True)
-    with options.file.open("w", encoding="utf-8") as lines:
+    with options.file.open("w") as lines:
         for messages in dialogues(options.count, options.seed):
-            lines.write(json.dumps({"messages": messages}) + "\n")
+            print(json.dumps({"messages": messages}), file=lines)
 
 
 def dialogues(count: int, seed: int) -> list[list[dict[str, str]]]:
@@ -72,24 +75,20 @@ def working(a: int, b: int, sign: str) -> str:
     """
     columns = []
     carry = 0
-    for x, y in digits(a, b):
+    # the digits of both numbers, as long as one has any
+    for digits in zip_longest(reversed(str(a)), reversed(str(b)), fillvalue="0"):
+        x, y = map(int, digits)
         carried = f"{sign}1" * carry
         if sign == "+":
             result = x + y + carry
+            carry = result // 10
         else:
             borrow = x < y + carry
             x += 10 * borrow
             result = x - y - carry
+            carry = borrow
         columns.append(f"{x}{sign}{y}{carried}={result}")
-        carry = result // 10 if sign == "+" else borrow
     return " ".join(columns)
-
-
-def digits(a: int, b: int) -> list[tuple[int, int]]:
-    """Return the digits of both numbers from the lowest on, as long as one has any."""
-    return list(
-        zip_longest(*([int(digit) for digit in reversed(str(n))] for n in (a, b)), fillvalue=0)
-    )
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@ They travel over gloo, even if the run's own group uses NCCL: NCCL would take GP
 buffers of all ranks, and wait for the device. All ranks of a group call a function together.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from minitrain.errors import InputError
 
 FOR_EVER = timedelta(days=10)
 
@@ -67,3 +70,28 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
     values = [value]
     dist.broadcast_object_list(values, source, group=control_group() if group is None else group)
     return values[0]
+
+
+def together(group: dist.ProcessGroup | None, function: Callable, *arguments) -> Any:
+    """Return `function(*arguments)` on every rank.
+
+    If it fails on some, all raise the first failure, so that none waits forever.
+    """
+    result = failure = None
+    try:
+        result = function(*arguments)
+    except (InputError, OSError) as error:
+        failure = error
+    for error in gather(failure, group):
+        if error:
+            raise error
+    return result
+
+
+def lead(group: dist.ProcessGroup | None, function: Callable, *arguments) -> Any:
+    """Call `function(*arguments)` on rank 0, the first of the group; return its result everywhere.
+
+    If it fails, all raise that failure.
+    """
+    is_first = dist.get_rank() == 0
+    return broadcast(together(group, lambda: is_first and function(*arguments)), 0, group)

@@ -13,10 +13,8 @@ the step; and frozen weights, beside which adapters are trained, but for a diges
 they are still the same.
 """
 
-import secrets
 import shutil
-import socket
-import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -30,7 +28,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from minitrain.errors import InputError
-from minitrain.parallel.agreement import gather
+from minitrain.parallel.agreement import gather, lead, together
 from minitrain.run.checkpoint_files import (
     INDEX,
     IndexedReader,
@@ -84,24 +82,16 @@ class Checkpointer:
         self.keep = keep
         # the thread's own: training uses the default group meanwhile
         self.group = dist.new_group(backend="gloo") if group is None else group
-        self.leads = dist.get_rank() == 0
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
+        # of the frozen weights, which do not change
         self.bases: dict[Module, str] = {}
-        self._lead(clean_up, self.folder)
-        self._check_shared()
-
-    def _check_shared(self) -> None:
-        own = f"step-{secrets.token_hex(8)}.tmp", socket.gethostname()
-        name, node = gather(own, self.group)[0]
-        # `clean_up` removes it should it stay
+        name, node = lead(self.group, clean_up, self.folder)
         probe = self.folder / name
-        self._lead(probe.touch)
         try:
-            self._together(await_file, probe, node)
+            together(self.group, await_file, probe, node)
         finally:
-            if self.leads:
-                probe.unlink(missing_ok=True)
+            probe.unlink(missing_ok=True)
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint; None if there is none."""
@@ -127,17 +117,17 @@ class Checkpointer:
             "base": self._base(model),
             "extra": extra,
         }
-        if self.thread is None:
-            self._write(step, tensors, description)
+        if self.thread:
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            self.pending = self.thread.submit(self._write, step, tensors, description)
         else:
-            copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-            self.pending = self.thread.submit(self._write, step, copies, description)
+            self._write(step, tensors, description)
 
     def wait(self) -> None:
         """Return when no save is pending. Raises OSError if the pending one failed."""
         pending = self.pending
         self.pending = None
-        if pending is not None:
+        if pending:
             pending.result()
 
     def load(self, model: Module, optimizer: Optimizer) -> dict | None:
@@ -152,17 +142,17 @@ class Checkpointer:
         if step is None:
             return None
         folder = self._path(step)
-        description = self._together(read_description, folder)
-        reader = self._together(IndexedReader, folder, description["files"])
+        description = together(self.group, read_description, folder)
+        reader = together(self.group, IndexedReader, folder, description["files"])
         saved = reader.index.state_dict_metadata
         weights = changing(model)
         # a rank of a pipeline has only some
         names = set().union(*gather(list(weights), self.group))
-        self._together(check_weights, folder, saved, weights, names)
+        together(self.group, check_weights, folder, saved, weights, names)
         check_origin(folder, description, optimizer, self._base(model))
-        state = prepare_optimizer(optimizer, model, saved)
+        tensors = weights | prepare_optimizer(optimizer, model, saved)
         try:
-            dcp.load({**weights, **state}, storage_reader=reader, process_group=self.group)
+            dcp.load(tensors, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise InputError(
                 f"checkpoint {folder} cannot be read: {first_failure(error)}"
@@ -176,36 +166,29 @@ class Checkpointer:
         whole: a restart must not take that for a run that has not begun.
         """
         damaged = {}
-        share = (self.group.rank(), self.group.size())
-        for step in reversed(gather(complete_steps(self.folder), self.group)[0]):
-            problem = self._together(find_damage, self._path(step), *share)
-            problems = list(filter(None, gather(problem, self.group)))
+        group = self.group
+        for step in reversed(lead(group, complete_steps, self.folder)):
+            path = self._path(step)
+            problem = together(group, find_damage, path, group.rank(), group.size())
+            problems = list(filter(None, gather(problem, group)))
             if not problems:
-                self._lead(self._set_aside, damaged)
+                lead(group, set_aside, damaged)
                 return step
-            damaged[self._path(step)] = problems[0]
+            damaged[path] = problems[0]
         if damaged:
             told = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
             raise InputError(f"no checkpoint in {self.folder} is whole: {told}")
         return None
 
-    def _set_aside(self, damaged: dict[Path, str]) -> None:
-        for path, problem in damaged.items():
-            aside = set_aside(path)
-            print(
-                f"warning: checkpoint {path} is damaged: {problem} (now {aside.name})",
-                file=sys.stderr,
-            )
-
     def _write(self, step: int, tensors: dict[str, Tensor], description: dict) -> None:
         temporary = self._path(step).with_suffix(".tmp")
         try:
-            self._lead(make_empty, temporary)
+            lead(self.group, make_empty, temporary)
             files = self._write_parts(temporary, tensors)
-            self._lead(self._publish, step, temporary, description | {"files": files})
+            lead(self.group, self._publish, step, temporary, description | {"files": files})
         except OSError:
             # a full disk needs the space; together, since the others' end would end the leader
-            self._lead(shutil.rmtree, temporary, True)
+            lead(self.group, shutil.rmtree, temporary, True)
             raise
 
     def _write_parts(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -220,12 +203,11 @@ class Checkpointer:
             raise OSError(
                 f"checkpoint {folder} cannot be written: {first_failure(error)}"
             ) from error
-        names = writer.files | {INDEX} if self.leads else writer.files
-        sums = self._together(lambda: {name: measure(folder / name) for name in names})
-        files = {}
-        for each in gather(sums, self.group):
-            files |= each
-        return files
+        names = writer.files
+        if dist.get_rank() == 0:
+            names.add(INDEX)
+        sums = together(self.group, lambda: {name: measure(folder / name) for name in names})
+        return dict(ChainMap(*gather(sums, self.group)))
 
     def _publish(self, step: int, temporary: Path, description: dict) -> None:
         """Give a complete folder its final name, then remove checkpoints no longer kept."""
@@ -244,32 +226,13 @@ class Checkpointer:
             remove(self._path(old))
 
     def _base(self, model: Module) -> str:
-        """Return the digest of the frozen weights, computed once, as they do not change."""
+        """Return the digest of the frozen weights."""
         if model not in self.bases:
             self.bases[model] = frozen_digest(model, self.group)
         return self.bases[model]
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
-
-    def _lead(self, function: Callable[..., Any], *arguments) -> None:
-        """Call a function on the first rank; if it fails, all ranks raise that failure."""
-        self._together(lambda: self.leads and function(*arguments))
-
-    def _together(self, function: Callable[..., Any], *arguments) -> Any:
-        """Return `function(*arguments)` on all ranks.
-
-        If it fails on some, all raise the first failure, so that none waits forever.
-        """
-        result = failure = None
-        try:
-            result = function(*arguments)
-        except (InputError, OSError) as error:
-            failure = error
-        for error in gather(failure, self.group):
-            if error:
-                raise error
-        return result
 
 
 def resume(
@@ -291,23 +254,15 @@ def resume(
     return resume_point(folder, extra, config.steps, *names)
 
 
-def save_step(
-    checkpointer: Checkpointer,
-    numbers: dict[str, Any],
-    trainer: Trainer,
-) -> None:
+def save_step(checkpointer: Checkpointer, numbers: dict[str, Any], trainer: Trainer) -> None:
     """Write the checkpoint from which `resume` goes on after a step with these numbers."""
+    step = numbers["step"]
     # a copy, as validation adds to them
-    extra = {"step": numbers["step"], "numbers": dict(numbers)}
-    checkpointer.save(numbers["step"], trainer.model, trainer.optimizer, extra)
+    extra = {"step": step, "numbers": dict(numbers)}
+    checkpointer.save(step, trainer.model, trainer.optimizer, extra)
 
 
-def resume_point(
-    folder: Path,
-    extra: dict | None,
-    steps: int,
-    *names: str,
-) -> tuple[int, dict]:
+def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> tuple[int, dict]:
     """Return the last step of a run and its numbers; 0 and none if there is none.
 
     They are those in `extra` of a checkpoint in `folder`.
@@ -321,7 +276,7 @@ def resume_point(
     numbers = extra.get("numbers")
     known = numbers if isinstance(numbers, dict) else {}
     held = f"a checkpoint in {folder}"
-    if not (type(step) is int and step > 0 and known.get("step") == step):
+    if type(step) is not int or step < 1 or known.get("step") != step:
         raise InputError(
             f"{held} holds the numbers of step {known.get('step')!r} as step {step!r}"
         )
@@ -334,8 +289,9 @@ def resume_point(
         task = "of task=grpo" if "reward" in known else "not of task=grpo"
         raise InputError(f"{held} is {task} (use another out_dir, or its run's task)")
     for name in names:
-        if type(known.get(name)) not in (int, float):
-            raise InputError(f"{held} holds {name}={known.get(name)!r}, which is not a number")
+        value = known.get(name)
+        if type(value) not in (int, float):
+            raise InputError(f"{held} holds {name}={value!r}, which is not a number")
     return step, known
 
 

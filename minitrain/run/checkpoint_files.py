@@ -17,9 +17,10 @@ over the ranks.
 import errno
 import json
 import pickle
+import re
+import secrets
 import shutil
 import socket
-import stat
 import sys
 import time
 import zlib
@@ -56,7 +57,7 @@ def measure(file: Path) -> Sum:
     size = crc = 0
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(BLOCK):
-            size = size + len(block)
+            size += len(block)
             crc = zlib.crc32(block, crc)
     return [size, crc]
 
@@ -77,10 +78,10 @@ def size_of(file: Path) -> int:
 
     Raises Damaged for a file that may never come to an end, such as a pipe or a device.
     """
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
+    size = file.stat().st_size
+    if not file.is_file():
         raise Damaged(f"{file.name} is not a regular file")
-    return found.st_size
+    return size
 
 
 def check_file(file: Path, expected: Sum) -> None:
@@ -132,11 +133,10 @@ def read_description(folder: Path) -> dict:
     try:
         with reading(file):
             size_of(file)
-            description = json.loads(file.read_text(encoding="utf-8"))
+            description = json.loads(file.read_text("utf-8"))
         if description.pop("crc32") != own_sum(description):
             raise ValueError("it has other content than when it was written (CRC-32)")
-        description = {key: description[key] for key in ("optimizer", "base", "extra", "files")}
-        check_description(description)
+        check_description(**description)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(
             f"{DESCRIPTION} is not the description of a checkpoint: {error!r}"
@@ -144,17 +144,12 @@ def read_description(folder: Path) -> dict:
     return description
 
 
-def check_description(description: dict) -> None:
+def check_description(optimizer: str, base: str, extra: dict, files: dict[str, Sum]) -> None:
     """Raise ValueError unless `extra` is an object and `files` is right.
 
     It must have the Sum of the index and of the files beside it.
     """
-    files = description["files"]
-    if (
-        not isinstance(description["extra"], dict)
-        or not isinstance(files, dict)
-        or INDEX not in files
-    ):
+    if not (isinstance(extra, dict) and isinstance(files, dict) and INDEX in files):
         raise ValueError(f"extra and files must be objects, and files must have {INDEX}")
     for name, value in files.items():
         if Path(name).name != name or not name.isprintable():
@@ -213,29 +208,20 @@ class IndexedReader(dcp.FileSystemReader):
         return self.index
 
 
-DCP = "torch.distributed.checkpoint."
-ADMITTED = {
-    *(
-        (DCP + "metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    (DCP + "filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-}
-PATHS = {  # _local: in Python 3.13, and in no other
-    (module, name)
-    for module in ("pathlib", "pathlib._local")
-    for name in ("PosixPath", "WindowsPath")
-}
+ADMITTED = """
+torch.Size
+torch.serialization._get_layout
+torch.distributed.checkpoint.filesystem._StorageInfo
+torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+torch.distributed.checkpoint.metadata.Metadata
+torch.distributed.checkpoint.metadata.MetadataIndex
+torch.distributed.checkpoint.metadata.StorageMeta
+torch.distributed.checkpoint.metadata.TensorProperties
+torch.distributed.checkpoint.metadata.TensorStorageMetadata
+torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+"""
+# _local: in Python 3.13, and in no other
+PATHS = re.compile(r"pathlib(\._local)?\.(Posix|Windows)Path")
 
 
 class IndexUnpickler(pickle.Unpickler):
@@ -245,19 +231,17 @@ class IndexUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if (
-            (module, name) in PATHS
-        ):  # not the class itself, whose attributes a pickle could set, for the whole process
+        full = f"{module}.{name}"
+        # not the class itself, whose attributes a pickle could set, for the whole process
+        if PATHS.fullmatch(full):
             return lambda *parts: Path(*parts)
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):  # as Python 3.11.2 writes an Enum's member; of nothing else
+        # as Python 3.11.2 writes an Enum's member; of nothing else
+        if full == "builtins.getattr":
             return lambda kind, member: kind.__members__[member]
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if is_dtype or (module, name) in ADMITTED:
+        if is_dtype or full in ADMITTED.split():
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there")
+        raise pickle.UnpicklingError(f"it names {full}, which has no place there")
 
 
 def read_index(file: Path) -> Metadata:
@@ -292,8 +276,11 @@ def complete_steps(folder: Path) -> list[int]:
     )
 
 
-def clean_up(folder: Path) -> None:
-    """Make the folder, or remove what a killed run left in it."""
+def clean_up(folder: Path) -> tuple[str, str]:
+    """Make the folder, or remove what a killed run left in it.
+
+    Returns the names of a new file in it, for `await_file`, and of this node.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("step-*.old"):
         if old.is_dir() and not old.with_suffix("").exists():
@@ -301,6 +288,10 @@ def clean_up(folder: Path) -> None:
     for leftover in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
         with tolerated(leftover):
             delete(leftover)
+    # another run removes it should it stay
+    probe = f"step-{secrets.token_hex(8)}.tmp"
+    (folder / probe).touch()
+    return probe, socket.gethostname()
 
 
 def await_file(file: Path, node: str) -> None:
@@ -354,11 +345,16 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, for someone to look at: it counts as one no more.
+def set_aside(damaged: dict[Path, str]) -> None:
+    """Rename damaged checkpoints, for someone to look at: they count as such no more.
 
-    Returns its new name.
+    damaged: what is wrong with each.
     """
-    aside = folder.with_suffix(".damaged")
-    delete(aside)
-    return folder.replace(aside)
+    for folder, problem in damaged.items():
+        aside = folder.with_suffix(".damaged")
+        delete(aside)
+        folder.replace(aside)
+        print(
+            f"warning: checkpoint {folder} is damaged: {problem} (now {aside.name})",
+            file=sys.stderr,
+        )

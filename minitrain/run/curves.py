@@ -4,7 +4,7 @@ Reads metrics.jsonl in each run's out_dir, also while it is being written. Witho
 goes into the first run's folder.
 """
 
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 
 from minitrain.errors import InputError, refused
@@ -48,7 +48,7 @@ def curves(runs: dict[str, list[dict]]) -> str:
 
     runs: the lines of each run's metrics.jsonl.
     """
-    colors = {run: svg.COLORS[number % len(svg.COLORS)] for number, run in enumerate(runs)}
+    colors = dict(zip(runs, cycle(svg.COLORS), strict=False))
     body = svg.legend(colors, 60, 10)
     top = 16 * len(runs) + 14
     panels = 0
@@ -59,12 +59,11 @@ def curves(runs: dict[str, list[dict]]) -> str:
             body += panel(title, found, colors, PICTURE_WIDTH * column, top + HEIGHT * row)
             panels += 1
     height = top + HEIGHT * ((panels + 1) // 2) + 10
-    return svg.picture(
-        2 * PICTURE_WIDTH + 10, height, f"training curves of {', '.join(runs)}", body
-    )
+    title = f"training curves of {', '.join(runs)}"
+    return svg.picture(2 * PICTURE_WIDTH + 10, height, title, body)
 
 
-def points(lines: list[dict], key: str) -> svg.Points:
+def points(lines: list[dict], key: str) -> list:
     """Return (step, value) of the lines that have a number for `key`: a skipped step's is null."""
     found = [
         (line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)

@@ -24,10 +24,8 @@ from minitrain.errors import InputError
 from minitrain.run.rendezvous import env_int
 
 PACKAGE = Path(__file__).parents[1]
-WAITING_FOR_CALLERS = (
-    "agreement.py",
-    "mesh.py",
-)  # files whose collectives say nothing of what was waited for
+# files whose collectives say nothing of what was waited for
+WAITING_FOR_CALLERS = ("agreement.py", "mesh.py")
 
 
 @contextmanager
@@ -97,9 +95,10 @@ def where_in_collective(error: Exception) -> str:
     """
     caller = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        file = Path(frame.f_code.co_filename)
-        name = frame.f_code.co_qualname.split(".<locals>")[0]
+        code = frame.f_code
+        file = Path(code.co_filename)
         if file.is_relative_to(PACKAGE) and file.name not in WAITING_FOR_CALLERS:
+            name = code.co_qualname.split(".<locals>")[0]
             caller = f" in {name} ({file.relative_to(PACKAGE)}:{line})"
     return pending_operation() + caller
 

@@ -11,14 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from minitrain.data.files import apart, find_files
 from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.errors import InputError, readable
 from minitrain.formats.peft import adapter_files
 from minitrain.formats.weight_files import weight_files
-from minitrain.parallel.agreement import broadcast
 from minitrain.run.config import to_dict
 from minitrain.run.durable import write_durably
 from minitrain.run.same_run import check_same, code_digests, flatten_settings
@@ -51,12 +48,10 @@ def agreed_fingerprint(config: Config) -> dict[str, str]:
     It is empty for made-up data. All ranks call it together. Raises InputError if they do not see
     the same files, those of the model to start from among them: each node may have its own copy.
     """
-    files = {"data": data_files(config.data), "model": model_files(config)}
-    digests = {}
-    for subject, found in files.items():
-        digests[subject] = {str(file): file_digest(file) for file in found}
-    check_same(digests)
-    return digests["data"]
+    data = {str(file): file_digest(file) for file in data_files(config.data)}
+    model = {str(file): file_digest(file) for file in model_files(config)}
+    check_same({"data": data, "model": model})
+    return data
 
 
 def data_files(data: Data) -> list[Path]:
@@ -79,7 +74,7 @@ def model_files(config: Config) -> list[Path]:
     """
     path = config.model.path
     lora = config.lora
-    files = [Path(path) / "config.json", *weight_files(path)] if path else []
+    files = [Path(path, "config.json"), *weight_files(path)] if path else []
     if lora and lora.path:
         files.append(adapter_files(lora.path)[1])
     return files
@@ -101,36 +96,30 @@ def file_digest(file: Path) -> str:
 
 
 def check_continuation(
-    file: Path,
-    config: Config,
-    files: dict[str, str],
-    resumed: bool,
+    file: Path, config: Config, files: dict[str, str], resumed: bool
 ) -> list[str]:
     """Compare with what the run began with, and store what it uses now; return what to tell.
 
-    file: where that is stored. files: the fingerprint of its data.
-    Raises InputError, on all ranks alike, if the run is resumed, its settings name the same data,
-    and there is other data. All ranks call it together; rank 0 reads and writes.
+    file: where that is stored. files: the fingerprint of its data. To call on rank 0.
+    Raises InputError if the run is resumed, its settings name the same data, and there is other
+    data.
     """
-    failure = None
-    notes = []
-    if dist.get_rank() == 0:
-        now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
-        before = (read(file) if resumed else None) or now
-        failure = data_change(before, now)
-        notes = [*other_settings(before, now), *other_code(before, now)]
-        if failure is None:
-            write_durably(file, json.dumps(now, indent=1))
-    if failure := broadcast(failure):
-        raise InputError(failure)
+    now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
+    before = read(file, now) if resumed else now
+    if change := data_change(before, now):
+        raise InputError(change)
+    write_durably(file, json.dumps(now, indent=1))
+    notes = other_settings(before, now)
+    if code := differing(before["code"], now["code"]):
+        more = f" and {len(code) - 1} more files" if len(code) > 1 else ""
+        notes.append(f"warning: the run continues with other code than before: {code[0]}{more}")
     return notes
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:
     """Return all settings that have a part in what is trained, by dotted name, as JSON has them."""
-    settings = json.loads(json.dumps(flatten_settings(to_dict(config))))
-    kept = (key for key in settings if key != "out_dir" and not key.startswith("reference."))
-    return {key: settings[key] for key in kept}
+    tree = to_dict(config) | {"out_dir": {}, "reference": {}}
+    return json.loads(json.dumps(flatten_settings(tree)))
 
 
 def data_change(before: dict, now: dict) -> str | None:
@@ -145,7 +134,7 @@ def data_change(before: dict, now: dict) -> str | None:
     changed = [
         name for name in differing(old, new) if name in old or Path(name).name not in tokenizer
     ]
-    if not changed or NAMES_DATA & {*differing(before["settings"], now["settings"])}:
+    if not changed or NAMES_DATA.intersection(differing(before["settings"], now["settings"])):
         return None
     first = changed[0]
     how = "has changed"
@@ -167,36 +156,27 @@ def other_settings(before: dict, now: dict) -> list[str]:
     changed = differing(old, new)
     if not changed:
         return []
-    choosing = set(CHOOSE_ROWS)
-    # videos of a micro-batch share a shape
-    if new["data.kind"] == "latents":
-        choosing.add("batch.micro")
     told = [
         f"{key}={json.dumps(new.get(key))} (was {json.dumps(old.get(key))})" for key in changed
     ]
     notes = [f"note: the run continues with other settings than before: {', '.join(told)}"]
-    if any(key in choosing or key.startswith("data.") for key in changed):
+    # videos of a micro-batch share a shape
+    choosing = ("data.", "batch.micro") if new["data.kind"] == "latents" else "data."
+    if any(key in CHOOSE_ROWS or key.startswith(choosing) for key in changed):
         notes.append(
             "warning: rows that were seen may come again and others never, as those settings choose them"
         )
     return notes
 
 
-def other_code(before: dict, now: dict) -> list[str]:
-    changed = differing(before["code"], now["code"])
-    more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
-    told = "warning: the run continues with other code than before:"
-    return [f"{told} {changed[0]}{more}"] if changed else []
-
-
 def differing(before: dict, now: dict) -> list[str]:
     return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
-def read(file: Path) -> dict[str, dict] | None:
-    """Return what `check_continuation` stored; None if that is not there."""
+def read(file: Path, now: dict[str, dict]) -> dict[str, dict]:
+    """Return what `check_continuation` stored; `now` if that is not there."""
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        return {key: dict(stored[key]) for key in ("settings", "files", "code")}
+        stored = json.loads(file.read_text("utf-8"))
+        return {key: dict(stored[key]) for key in now}
     except (OSError, ValueError, TypeError, KeyError):
-        return None
+        return now

@@ -91,7 +91,8 @@ def start(config: Config) -> Meshes:
     if begins := not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         allow_open_files()
-        timeout = timedelta(minutes=10)  # to find each other
+        # to find each other
+        timeout = timedelta(minutes=10)
         store, rank, world = join_store(timeout)
         check_device_type(store, rank, device.type)
         dist.init_process_group(
@@ -138,13 +139,9 @@ def meshes_of(config: Config, device_type: str) -> Meshes:
     )
 
 
-def make_trainer(
-    config: Config,
-    meshes: Meshes,
-    objective=None,
-) -> Trainer:
+def make_trainer(config: Config, meshes: Meshes) -> Trainer:
     """Return a Trainer with the weights of `model.path` and `lora.path`, where there are such."""
-    return Trainer(config, meshes, objective, partial(fill_weights, config))
+    return Trainer(config, meshes, fill=partial(fill_weights, config))
 
 
 def fill_weights(config: Config, model: Module) -> None:
@@ -152,13 +149,15 @@ def fill_weights(config: Config, model: Module) -> None:
 
     Weights that are in no file get initial values.
     """
-    if config.model.path:
-        load_weights(model, config.model.path, local_shard)
+    path = config.model.path
+    lora = config.lora
+    if path:
+        load_weights(model, path, local_shard)
         initialize(model, config.seed, is_adapter)
     else:
         initialize(model, config.seed)
-    if config.lora and config.lora.path:
-        fill_adapters(model, config.lora, config.lora.path, local_shard)
+    if lora and lora.path:
+        fill_adapters(model, lora, lora.path, local_shard)
 
 
 def check_device(config: Config, device: torch.device) -> None:
@@ -180,7 +179,7 @@ def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = Non
     made with another.
     """
     # neither has a public name
-    for group in list(c10d._world.pg_map) if groups is None else groups:
+    for group in groups or list(c10d._world.pg_map):
         c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -199,5 +198,5 @@ def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
 
     They wait there for each other's disks: half an hour at least.
     """
-    timeout = max(timedelta(minutes=30), timedelta(seconds=config.timeout_s))
+    timeout = timedelta(seconds=max(1800, config.timeout_s))
     return dist.new_group(list(ranks), timeout=timeout, backend="gloo")

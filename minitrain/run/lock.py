@@ -39,23 +39,19 @@ def locked(folder: Path, leads: bool) -> Iterator[None]:
 
 def wait_for(file: FileIO) -> None:
     """Take the lock, and leave one's name in the file."""
-    began = time.monotonic()
+    deadline = time.monotonic() + PATIENCE
     told = False
     while not take(file):
         file.seek(0)
         holder = file.read().decode(errors="replace").strip() or "another process"
-        if time.monotonic() - began > PATIENCE:
-            folder = Path(file.name).parent
+        if time.monotonic() > deadline:
+            folder = os.path.dirname(file.name)
             raise InputError(
-                f"{holder} is training in out_dir={str(folder)!r} (wait for it, or use another out_dir)"
+                f"{holder} is training in out_dir={folder!r} (wait for it, or use another out_dir)"
             )
         if not told:
-            print(
-                f"waiting for {holder}, which is training in the same out_dir",
-                file=sys.stderr,
-                flush=True,
-            )
-        told = True
+            told = f"waiting for {holder}, which is training in the same out_dir"
+            print(told, file=sys.stderr, flush=True)
         time.sleep(0.1)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -65,8 +61,7 @@ def take(file: FileIO) -> bool:
     """Take the lock unless another process has it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # either may be raised for a lock that is taken
-        return False
-    except OSError:  # this file system has none
-        pass
+    except OSError as error:
+        # either may be raised for a lock that is taken, others where there are no locks
+        return not isinstance(error, BlockingIOError | PermissionError)
     return True

@@ -20,7 +20,7 @@ from minitrain.errors import naming
 from minitrain.formats.config_hf import not_trained_with
 from minitrain.formats.peft import other_dropout, unreadable_note
 from minitrain.grpo.rewards import load_function
-from minitrain.parallel.agreement import broadcast
+from minitrain.parallel.agreement import broadcast, lead
 from minitrain.run.config import to_dict
 from minitrain.run.config_yaml import to_yaml
 from minitrain.run.curves import curves
@@ -56,7 +56,8 @@ def open_log(
     files: the fingerprint of its data. Stores settings as config.yaml and what `check_continuation`
     compares, which raises InputError if it is not the same data. All ranks call it together.
     """
-    notes = check_continuation(folder / "fingerprint.json", config, files, resumed=first > 0)
+    file = folder / "fingerprint.json"
+    notes = lead(None, check_continuation, file, config, files, first > 0)
     if dist.get_rank() == 0:
         write_durably(folder / "config.yaml", to_yaml(to_dict(config)))
         if not first:
@@ -123,31 +124,24 @@ class MetricsLog:
     bytes_per_token: of the text that is trained on, if it is known.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        steps: int,
-        start: int,
-        bytes_per_token: float | None = None,
-    ):
+    def __init__(self, file: Path, steps: int, start: int, bytes_per_token: float | None = None):
         self.enabled = dist.get_rank() == 0
         self.bytes_per_token = bytes_per_token
-        # did the run end between step `start`'s checkpoint and its line?
-        self.lacks_last = False
-        # of the newest steps
-        self.losses: deque[float] = deque(maxlen=WINDOW)
-        # how many updates each step skipped
-        self.skips: list[int] = []
         # called with each step's numbers
         self.loggers: list[Callable[[dict], None]] = []
+        found, strange = read_lines(file) if start and self.enabled else ([], 0)
+        kept = [line for line in found if line["step"] <= start]
+        steps_kept = {line["step"] for line in kept}
+        # of the newest steps
+        losses = [line["loss"] for line in kept if isinstance(line.get("loss"), float)]
+        self.losses = deque(losses, maxlen=WINDOW)
+        # how many updates each step skipped
+        self.skips = [line.get("skipped", 0) for line in kept]
+        # did the run end between step `start`'s checkpoint and its line?
+        self.lacks_last = start > 0 and start not in steps_kept
         if not self.enabled:
             return
-        found, strange = read_lines(file) if start else ([], 0)
-        kept = [line for line in found if line["step"] <= start]
         write_durably(file, "".join(map(to_line, kept)))
-        self.lacks_last = start > 0 and all(line["step"] != start for line in kept)
-        self.losses.extend(line["loss"] for line in kept if isinstance(line.get("loss"), float))
-        self.skips.extend(line.get("skipped", 0) for line in kept)
         self.best = max(map(goodness, kept), default=-math.inf)
         self.file = file.open("a", encoding="utf-8")
         done = start - self.lacks_last
@@ -156,7 +150,7 @@ class MetricsLog:
             total=steps, initial=done, ncols=bar_width(), bar_format=LAYOUT, disable=None
         )
         self.next_line = time.monotonic()
-        if lost := done - len({line["step"] for line in kept}):
+        if lost := done - len(steps_kept):
             self.say(f"note: {file} lacks {lost} of the {start} steps that are done")
         if strange:
             self.say(
@@ -178,10 +172,11 @@ class MetricsLog:
         self.bar.set_postfix_str(fitting(told, self.bar.total), refresh=False)
         self.bar.update()
         step = numbers["step"]
+        now = time.monotonic()
         tested = validation(numbers)
-        due = tested or step == self.bar.total or time.monotonic() >= self.next_line
+        due = tested or step == self.bar.total or now >= self.next_line
         if self.bar.disable and due:
-            self.next_line = time.monotonic() + PAUSE
+            self.next_line = now + PAUSE
             self.say(f"step {step:,} of {self.bar.total:,}: {told}")
         if tested:
             good = goodness(numbers)
@@ -234,15 +229,13 @@ class MetricsLog:
         self.bar.close()
         with naming(self.file.name):
             self.file.close()
-        draw_curves(Path(self.file.name))
+        file = Path(self.file.name)
+        lines, _ = read_lines(file)
+        if lines:
+            # a disk that is full must end no run
+            with suppress(OSError):
+                drawing = curves({file.parent.name: lines})
+                file.with_name("curves.svg").write_text(drawing, "utf-8")
         for logger in self.loggers:
             if isinstance(logger, Board):
                 logger.close()
-
-
-def draw_curves(file: Path) -> None:
-    """Draw a metrics.jsonl as curves.svg beside it; that must end no run whose disk is full."""
-    lines, _ = read_lines(file)
-    if lines:
-        with suppress(OSError):
-            file.with_name("curves.svg").write_text(curves({file.parent.name: lines}), "utf-8")

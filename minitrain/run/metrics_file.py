@@ -10,10 +10,10 @@ def to_line(numbers: dict) -> str:
 
     JSON knows only finite numbers: all others, as those of a skipped step, are null.
     """
-    finite = dict(numbers)
-    for key, value in numbers.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            finite[key] = None
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in numbers.items()
+    }
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
@@ -25,9 +25,9 @@ def read_lines(file: Path) -> tuple[list[dict], int]:
     """
     if not file.exists():
         return [], 0
-    texts = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    texts = file.read_text("utf-8-sig", "replace").splitlines()
     found = [read_line(text) for text in texts if text.strip()]
-    lines = [line for line in found if line is not None]
+    lines = list(filter(None, found))
     return lines, len(found) - len(lines)
 
 

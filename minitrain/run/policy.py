@@ -14,6 +14,7 @@ All ranks know all responses and compute from them what is cheap; only the model
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 from minitrain.data.datasets import with_steps
 from minitrain.data.problems import open_problems
-from minitrain.errors import InputError
 from minitrain.grpo.offload import Memory
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rewards import load_reward
@@ -38,7 +38,7 @@ from minitrain.grpo.rollouts import Group, RolloutWorker, most_samples, rewards,
 from minitrain.grpo.weight_sync import WeightSync, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.agreement import broadcast, wait_for_all
+from minitrain.parallel.agreement import broadcast, lead, wait_for_all
 from minitrain.parallel.expert import expert_parallel
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor_decoder import tensor_parallel
@@ -70,29 +70,27 @@ class Run:
 
     def __init__(self, config: Config, folder: Path | None):
         reward = load_reward(config.grpo.reward)
-        self.problems, self.held_out, self.tokenizer, ends = open_problems(config)
-        config = with_steps(config, len(self.problems), config.grpo.prompts)
+        self.problems, self.held_out, tokenizer, ends = open_problems(config)
+        grpo = config.grpo
+        config = with_steps(config, len(self.problems), grpo.prompts)
         # sampler and trainer would disagree on a router that changes for reasons of its own
         shape = replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
-        config = replace(config, model=replace(config.model, config=shape))
-        self.config = config
+        self.config = config = replace(config, model=replace(config.model, config=shape))
         self.folder = folder
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        # problems, by the steps that have been sampled
-        self.taken = 0
-        self.updates = config.grpo.prompts * config.grpo.group // config.batch.global_
+        # by PHASES, of the current step
+        self.seconds = Counter()
+        self.updates = grpo.prompts * grpo.group // config.batch.global_
         meshes = start(config)
         self.files = agreed_fingerprint(config)
         rank = dist.get_rank()
         world = dist.get_world_size()
-        apart = config.grpo.generation_ranks
-        training = range(world - apart)
+        training = range(world - grpo.generation_ranks)
         # colocated: all ranks train and sample
-        self.colocated = not apart
-        sampling = training if self.colocated else range(world - apart, world)
+        self.colocated = not grpo.generation_ranks
+        sampling = training if self.colocated else range(len(training), world)
         self.first_sampler = sampling[0]
         # the sampler's memory is the trainer's in between
-        self.frees = self.colocated and not config.grpo.keep_cache
+        self.frees = self.colocated and not grpo.keep_cache
         self.trainers = checkpoint_group(config, training)
         timeout = timedelta(seconds=config.timeout_s)
         samplers = dist.new_group(list(sampling), timeout=timeout, backend="gloo")
@@ -106,21 +104,22 @@ class Run:
         wait_for_all()
         model, self.weight_sync = self.connect(meshes.batch.device_type, rank in sampling)
         if model is not None:
-            replica = (rank - sampling[0]) // config.rollout.tp
+            replica = sampling.index(rank) // config.rollout.tp
             replicas = len(sampling) // config.rollout.tp
-            samples = most_samples(config, replicas)
             longest = config.batch.seq_len + 1
-            sampler = Sampler(model, self.tokenizer, config.rollout, samples, longest)
+            sampler = Sampler(
+                model, tokenizer, config.rollout, most_samples(config, replicas), longest
+            )
             self.worker = RolloutWorker(
-                config, sampler, self.tokenizer, ends, reward, replica, replicas, samplers
+                config, sampler, tokenizer, ends, reward, replica, replicas, samplers
             )
         kept = {}
         lost = {}
         # then every rank trains and samples
-        if config.grpo.offload:
+        if grpo.offload:
             kept = {"training": self.policy.states, "logprobs": self.policy.reference_weights}
-            if self.weight_sync is not None:
-                lost = {"generation": lambda: model.state_dict().values()}
+            if self.weight_sync:
+                lost = {"generation": model.parameters}
         self.memory = Memory(kept, lost)
         self.memory.hold("training")
 
@@ -140,8 +139,9 @@ class Run:
             return self.policy.model, None
         model = make_sampler_model(config, tp) if samples else None
         source = self.policy.weights if self.policy else dict
-        target = partial(shards_of, model) if samples else dict
-        return model, WeightSync(source, target, self.everyone)
+        return model, WeightSync(
+            source, partial(shards_of, model) if samples else dict, self.everyone
+        )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -159,22 +159,21 @@ class Run:
         """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
         first = 0
         last = {}
-        if self.policy is not None:
+        grpo = self.config.grpo
+        if self.policy:
             if self.folder is not None:
                 names = ("loss", "tokens_per_sec", "reward")
-                trainer = self.policy.trainer
-                first, last = resume(self.checkpointer, self.config, trainer, *names)
+                first, last = resume(self.checkpointer, self.config, self.policy.trainer, *names)
             if not first:
                 self.policy.warm_up(self.problems)
             # adapters diverge from the model without them
-            if self.config.grpo.kl and self.config.lora is None:
+            if grpo.kl and self.config.lora is None:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.policy.keep_reference(kept, resumed=first > 0)
         wait_for_all()
         self.first, self.last = self.tell((first, last), 0)
-        self.taken = self.last.get(
-            "problems", first * self.config.grpo.prompts * self.config.grpo.generations
-        )
+        # problems, by the steps that have been sampled
+        self.taken = self.last.get("problems", first * grpo.prompts * grpo.generations)
         self.update_sampler()
         return self.first
 
@@ -247,7 +246,7 @@ class Run:
 
     def collect(self) -> tuple[list[Group], float] | None:
         """Return the next step's groups and their seconds; nothing on a rank that only trains."""
-        if self.worker is None:
+        if not self.worker:
             return None
         with self.phase("generation"):
             groups = self.worker.collect(self.problems, self.taken)
@@ -262,17 +261,14 @@ class Run:
         None if it had ended before, or if they do not make up a step of its settings now.
         Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
         """
-        found: list[Group] | InputError | None = None
-        if dist.get_rank() == 0 and self.rollouts(step).exists():
-            try:
+
+        def read() -> list[Group] | None:
+            if self.rollouts(step).exists():
                 groups = read_rollouts(self.rollouts(step))
-                found = groups if fits(groups, self.config) else None
-            except InputError as error:
-                found = error
-        found = broadcast(found, 0, self.everyone)
-        if isinstance(found, InputError):
-            raise found
-        return found
+                if fits(groups, self.config):
+                    return groups
+
+        return lead(self.everyone, read)
 
     def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
         """Share what was collected for `step`, on all ranks and on disk."""
@@ -299,24 +295,21 @@ class Run:
 
     def update_sampler(self) -> None:
         with self.phase("refit"):
-            if self.weight_sync is not None:
+            if self.weight_sync:
                 self.weight_sync()
-            if self.worker is not None:
+            if self.worker:
                 self.worker.sampler.refresh()
 
     def evaluate(self) -> dict[str, float]:
         """Return val_greedy and val_pass@k on held-out problems, or those that are trained on."""
-        numbers = None
-        if self.worker is not None:
+        numbers = {}
+        if self.worker:
             count = self.config.validation.batches * self.config.grpo.prompts
-            sampler = self.worker.sampler
             found = self.worker.evaluate(self.held_out or self.problems, count)
             numbers = {f"val_{name}": value for name, value in found.items()}
             # as a run finds it that resumes here
-            if self.frees:
-                sampler.free()
-            else:
-                sampler.forget()
+            sampler = self.worker.sampler
+            sampler.free() if self.frees else sampler.forget()
         return self.tell(numbers, self.first_sampler)
 
     def rollouts(self, step: int) -> Path:
@@ -326,7 +319,7 @@ class Run:
         """Return seconds of the step and its phases, and tokens, those of prompts and responses."""
         tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
         phases = {f"{name}_s": self.seconds[name] for name in PHASES}
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds.clear()
         return phases | {
             "step_time_s": seconds,
             "step_tokens": tokens,
@@ -341,8 +334,9 @@ def fits(groups: list[Group], config: Config) -> bool:
     """
     settings = sampling_settings(config)
     sizes = [len(group) for group in groups]
-    as_many = sizes == [config.grpo.group] * config.grpo.prompts
-    return as_many and all(x.settings == settings and x.problems for x in chain(*groups))
+    return sizes == [config.grpo.group] * config.grpo.prompts and all(
+        response.settings == settings and response.problems for response in chain(*groups)
+    )
 
 
 def describe_responses(groups: list[Group]) -> dict[str, float]:
@@ -363,8 +357,9 @@ def describe_responses(groups: list[Group]) -> dict[str, float]:
 
 def is_whole(model: Decoder | Pipeline) -> bool:
     """Return True if all parameters are on this rank, and not sharded or in stages."""
-    sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    return not (sharded or isinstance(model, Pipeline))
+    return not isinstance(model, Pipeline) and not any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
 
 
 def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:

@@ -6,7 +6,6 @@ from html import escape
 
 # Okabe and Ito: for color-blind readers
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,10 @@ class Axis:
     def ticks(self) -> list[float]:
         """Return at most nine multiples of 1, 2 or 5 times a power of ten."""
         span = self.high - self.low
-        smallest = 10.0 ** (math.floor(math.log10(span)) - 1)
-        steps = (smallest * factor for factor in (1, 2, 5, 10, 20))
-        step = next(step for step in steps if span <= 8 * step)
-        first = math.ceil(self.low / step)
-        return [n * step for n in range(first, math.floor(self.high / step) + 1)]
+        power = 10.0 ** (math.floor(math.log10(span)) - 1)
+        step = next(power * n for n in (1, 2, 5, 10, 20) if span <= 8 * power * n)
+        numbers = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
+        return [n * step for n in numbers]
 
 
 def make_axis(values: list[float], start: float, end: float) -> Axis:
@@ -53,14 +51,15 @@ def grid(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
     return drawn
 
 
-def line(points: Points, color: str, dashes: str = "none") -> str:
+def line(points: list, color: str, dashes: str = "none") -> str:
+    """Draw a line through points (x, y)."""
     places = " ".join(f"{x:g},{y:g}" for x, y in points)
     return (
         f'<polyline points="{places}" fill="none" stroke="{color}" stroke-dasharray="{dashes}"/>'
     )
 
 
-def dots(points: Points, color: str) -> str:
+def dots(points: list, color: str) -> str:
     return "".join(f'<circle cx="{x:g}" cy="{y:g}" r="3" fill="{color}"/>' for x, y in points)
 
 

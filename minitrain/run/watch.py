@@ -74,26 +74,22 @@ def until_signal() -> Iterator[Callable[[], str]]:
 
     def note(number: int, _) -> None:
         nonlocal interrupted
-        if number == signal.SIGINT and interrupted == 0:
+        told = b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n"
+        if number == signal.SIGINT and not interrupted:
             interrupted = time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                with suppress(
-                    OSError
-                ):  # not print: the signal may have come in the middle of one
-                    os.write(
-                        2,
-                        b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n",
-                    )
+                # not print: the signal may have come in the middle of one
+                with suppress(OSError):
+                    os.write(2, told)
         elif number == signal.SIGINT and time.monotonic() > interrupted + echo:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         _signals.append(number)
 
     def stopping() -> str:
-        number = _signals[0] if _signals else 0
-        with suppress(
-            RuntimeError
-        ):  # torchrun, which has the store, may have died of the same signal
+        number = next(iter(_signals), 0)
+        # torchrun, which has the store, may have died of the same signal
+        with suppress(RuntimeError):
             if number:
                 store.set(name, str(number))
             elif dist.get_rank() == 0 and store.check([name]):
@@ -150,17 +146,17 @@ class Watch:
         server = socket.create_server(
             ("", 0), family=family, backlog=self.world, dualstack_ipv6=both
         )
-        self.key = secrets.token_hex(8)  # a connection without it is not from one of our ranks
+        # a connection without it is not from one of our ranks
+        self.key = secrets.token_hex(8)
         _get_default_store().set("minitrain/watch", f"{server.getsockname()[1]} {self.key}")
         return server
 
     def join(self) -> None:
         """Connect to rank 0. Where that cannot be reached so, this rank goes unwatched."""
         port, key = _get_default_store().get("minitrain/watch").decode().split()
+        host = os.environ.get("MASTER_ADDR", "localhost")
         try:
-            connection = socket.create_connection(
-                (os.environ.get("MASTER_ADDR", "localhost"), int(port)), timeout=10
-            )
+            connection = socket.create_connection((host, int(port)), timeout=10)
             connection.sendall(f"{key}{self.rank:08d}".encode())
             self.add(connection, 0)
         except OSError as error:
@@ -170,8 +166,9 @@ class Watch:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEP_ALIVE.items():
-            if hasattr(socket, name):  # not on every system
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            # not on every system
+            if option := getattr(socket, name, None):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.others[connection] = rank
         self.joined += 1
         if self.joined == self.world - 1:
@@ -180,7 +177,7 @@ class Watch:
     def run(self) -> None:
         """Listen to the other ranks until they have left: the thread's own loop."""
         while self.server or self.others:
-            for ready in wait([*self.others, *([self.server] if self.server else [])], timeout=2):
+            for ready in wait(filter(None, [*self.others, self.server]), timeout=2):
                 self.admit() if ready is self.server else self.hear(ready)
             gone = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
             # SIGUSR1 ends torchrun at once, and so does a second SIGINT, but after the first one
@@ -204,8 +201,10 @@ class Watch:
         word = self.lost(connection)
         if not word and not self.leaving:
             gone = f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached"
-            self.end(1, gone if self.rank == (0 if rank else 1) else "")
-        elif word and word[0]:  # it has said why
+            # rank 0 tells of the others, and rank 1 of rank 0
+            self.end(1, gone if self.rank == (not rank) else "")
+        # it has said why
+        elif any(word):
             self.end(word[0])
 
     def end(self, code: int, reason: str = "") -> None:
@@ -219,7 +218,7 @@ class Watch:
         self.tell(code)
         deadline = time.monotonic() + FAREWELL
         while self.rank == 0 and self.others and time.monotonic() < deadline:
-            for ready in wait(list(self.others), timeout=max(0, deadline - time.monotonic())):
+            for ready in wait(self.others, timeout=0.01):
                 self.lost(ready)
         os._exit(code)
 
@@ -244,11 +243,6 @@ class Watch:
         while code and self.rank == 0 and self.others and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def leave_at_exit(self) -> None:
-        """Say goodbye for programs that end without `cli.run`, after an error or not."""
-        # an error that the interpreter has shown
-        self.leave(int(hasattr(sys, "last_value")))
-
     def tell(self, code: int) -> None:
         for connection in list(self.others):
             with suppress(OSError):
@@ -263,7 +257,9 @@ def begin() -> None:
     global _watch
     if dist.get_world_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         _watch = Watch()
-        atexit.register(_watch.leave_at_exit)  # not run by SIGKILL, abort() and os._exit()
+        # for programs that end without `cli.run`, perhaps after an error that the interpreter has
+        # shown; not run by SIGKILL, abort() and os._exit()
+        atexit.register(lambda: _watch.leave(hasattr(sys, "last_value")))
 
 
 def leave(code: int) -> None:
@@ -295,7 +291,8 @@ def say_once(line: str) -> None:
     if first:
         # rank 0 has ended its own progress bar's line, but on another rank's terminal it may still
         # stand
-        print(line if dist.get_rank() == 0 else f"\n{line}", file=sys.stderr, flush=True)
+        start = "\n" if dist.get_rank() else ""
+        print(start + line, file=sys.stderr, flush=True)
     with suppress(RuntimeError):
         if first:
             store.set(done, "")
