@@ -35,7 +35,7 @@ from tests.oracle import check_close
 
 def test_plain_by_hand():
     chat = [Message("system", "s"), Message("user", "q"), Message("assistant", "ab"), Message("user", "r")]
-    tokens, said = encode_chat([*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer(), "")
+    tokens, said = encode_chat([*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer())
     assert tokens.tolist() == [*b"s\nq\nab", 257, *b"r\n", 257, *b"?\n"]
     assert np.flatnonzero(said).tolist() == [4, 5, 6, 9]
     sample = make_sample(tokens, said)
@@ -92,7 +92,7 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
     ],
 )  # fmt: skip
 def test_usual_keys(record, messages):
-    assert read_messages(record, "here") == messages
+    assert read_messages(record) == messages
 
 
 @pytest.mark.parametrize(
@@ -166,26 +166,26 @@ MASKED = [("train", False), ("weight", 0), ("weight", 0.0), ("loss_mask", 0), ("
     ("rejected", [{"role": "assistant", "content": "b"}]), ("rejected_response", "b"), *PARTLY,
 ])  # fmt: skip
 def test_a_line_that_hides_more_is_refused_in_every_layout(layout, key, value):
-    assert read_messages(LAYOUTS[layout], "a:1") == read_messages(LAYOUTS[layout] | {key: None}, "a:1")
-    with pytest.raises(InputError, match=f"^a:1: '{key}' is "):
-        read_messages(LAYOUTS[layout] | {key: value}, "a:1")
+    assert read_messages(LAYOUTS[layout]) == read_messages(LAYOUTS[layout] | {key: None})
+    with pytest.raises(InputError, match=f"^'{key}' is "):
+        read_messages(LAYOUTS[layout] | {key: value})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_template_is_shown_beside_the_messages(layout):
     line = LAYOUTS[layout]
     kwargs = {"enable_thinking": False, "none": None}
-    assert read_shown(line | {"enable_thinking": False}, "a:1") == {"enable_thinking": False}
-    shown = read_shown(line | {"tools": TOOLS, "documents": [{"text": "d"}], "chat_template_kwargs": kwargs}, "a:1")
+    assert read_shown(line | {"enable_thinking": False}) == {"enable_thinking": False}
+    shown = read_shown(line | {"tools": TOOLS, "documents": [{"text": "d"}], "chat_template_kwargs": kwargs})
     assert shown == {"tools": TOOLS, "documents": [{"text": "d"}], "enable_thinking": False}
-    assert read_shown(line | {"tools": json.dumps(TOOLS), "documents": []}, "a:1") == {"tools": TOOLS}
-    assert read_shown(line | {"tools": None}, "a:1") == {} == read_shown(line, "a:1")
+    assert read_shown(line | {"tools": json.dumps(TOOLS), "documents": []}) == {"tools": TOOLS}
+    assert read_shown(line | {"tools": None}) == {} == read_shown(line)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("key, value", MASKED)
 def test_a_masked_line_is_not_learned(tmp_path, layout, key, value):
-    assert not any(turn.learned for turn in read_messages(LAYOUTS[layout] | {key: value}, "a:1"))
+    assert not any(turn.learned for turn in read_messages(LAYOUTS[layout] | {key: value}))
     lines = [LAYOUTS[layout] | {key: value}, {"prompt": "b", "response": "c"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data, _ = open_dataset(config_of(tmp_path))
@@ -199,7 +199,7 @@ def test_a_masked_reply_is_seen_and_not_learned(layout, key, value):
     turns = record[layout]
     turns += json.loads(json.dumps(turns))
     turns[1][key] = value
-    tokens, said = encode_chat(read_messages(record, "a:1"), PLAIN, ByteTokenizer(), "a:1")
+    tokens, said = encode_chat(read_messages(record), PLAIN, ByteTokenizer())
     assert tokens.tolist() == [*b"q\na", 257, *b"q\na", 257]
     assert np.flatnonzero(said).tolist() == [6, 7]
 
@@ -218,13 +218,13 @@ def test_turns_with_tools():
         Message("assistant", None, {"reasoning_content": "t", "tool_calls": [call]}),
         Message("tool", "", {"name": "f", "tool_call_id": "1"}), Message("assistant", "4!"),
     ]  # fmt: skip
-    assert read_messages({"messages": turns}, "a:1") == expected
+    assert read_messages({"messages": turns}) == expected
     for calls in ([function], json.dumps([call]), [call | {"function": function | {"arguments": '{"x": 1}'}}]):
         turns[2]["tool_calls"] = calls
-        [read] = read_messages({"messages": turns}, "a:1")[2].more["tool_calls"]
+        [read] = read_messages({"messages": turns})[2].more["tool_calls"]
         assert read["function"] == function
     del turns[2]["content"]
-    assert read_messages({"messages": turns}, "a:1")[2].content is None
+    assert read_messages({"messages": turns})[2].content is None
 
 
 @pytest.mark.parametrize("layout", ["pair", "alpaca", "squad"])
@@ -233,15 +233,15 @@ def test_turns_with_tools():
     ("article", "p"), ("background", "b"), ("knowledge", ["k"]), ("evidence", "e"), ("schema", "CREATE TABLE t (a)"),
 ])  # fmt: skip
 def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
-    with pytest.raises(InputError, match=f"^a:1: '{key}' is not supported"):
-        read_messages(LAYOUTS[layout] | {key: value}, "a:1")
+    with pytest.raises(InputError, match=f"^'{key}' is not supported"):
+        read_messages(LAYOUTS[layout] | {key: value})
     for key in ("prompt", "question"):
-        with pytest.raises(InputError, match="^a:1: 'input' is not supported"):
-            read_messages({key: "q", "input": "i", "answer": "a"}, "a:1")
-    with pytest.raises(InputError, match="^a:1: 'context' is not supported"):
-        read_messages(CHAT | {"context": "c"}, "a:1")
+        with pytest.raises(InputError, match="^'input' is not supported"):
+            read_messages({key: "q", "input": "i", "answer": "a"})
+    with pytest.raises(InputError, match="^'context' is not supported"):
+        read_messages(CHAT | {"context": "c"})
     for name in ("thinking", "reasoning_content", "cot"):
-        _, reply = read_messages(LAYOUTS[layout] | {name: "t"}, "a:1")
+        _, reply = read_messages(LAYOUTS[layout] | {name: "t"})
         assert reply == Message("assistant", "a", {"reasoning_content": "t"})
 
 
@@ -255,10 +255,10 @@ def test_a_reply_that_hides_or_shows_more_is_refused(layout, key, value):
     record = json.loads(json.dumps(LAYOUTS[layout]))
     reply = record[layout][1]
     reply[key] = None
-    assert read_messages(record, "a:1") == PAIR
+    assert read_messages(record) == PAIR
     reply[key] = value
-    with pytest.raises(InputError, match=rf"^a:1: '{layout}'\[1\]: '{key}' is "):
-        read_messages(record, "a:1")
+    with pytest.raises(InputError, match=rf"^'{layout}'\[1\]: '{key}' is "):
+        read_messages(record)
 
 
 def test_lines_of_several_layouts_that_datasets_has_joined(tmp_path):
@@ -272,11 +272,11 @@ def test_lines_of_several_layouts_that_datasets_has_joined(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert lines[2]["messages"] is None and lines[0]["prompt"] is None
     for line, row in zip(lines, rows, strict=True):
-        assert read_messages(line, "a:1") == read_messages(row, "a:1")
+        assert read_messages(line) == read_messages(row)
     empty = {"messages": [], "conversations": [], "prompt": "", "system": ""}
-    assert read_messages(empty | LAYOUTS["alpaca"], "a:1") == read_messages(LAYOUTS["alpaca"], "a:1")
+    assert read_messages(empty | LAYOUTS["alpaca"]) == read_messages(LAYOUTS["alpaca"])
     mixed = [{"from": None, "value": None} | turn for turn in CHAT["messages"]]
-    assert read_messages({"messages": mixed}, "a:1") == PAIR
+    assert read_messages({"messages": mixed}) == PAIR
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

@@ -108,11 +108,11 @@ def template_and_tokens(chat, ours, theirs):
     try:
         expected = theirs.apply_chat_template(dicts(chat), tokenize=False)
     except Exception as error:  # what a template raises
-        with pytest.raises(InputError, match=f"^here: .*refuses it: {re.escape(str(error)[:20])}"):
-            encode_chat(chat, template, ours, "here")
+        with pytest.raises(InputError, match=f"refuses it: {re.escape(str(error)[:20])}"):
+            encode_chat(chat, template, ours)
         return None
     assert "".join(text for text, _ in template.pieces(chat)) == expected
-    tokens, said = encode_chat(chat, template, ours, "here")
+    tokens, said = encode_chat(chat, template, ours)
     assert tokens.tolist() == theirs.apply_chat_template(dicts(chat), return_dict=False)
     return template, tokens, said
 
@@ -131,7 +131,7 @@ def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
     for start, end, i in zip(starts, ends, replies, strict=True):
         asked = theirs.apply_chat_template(dicts(chat[:i]), add_generation_prompt=True, return_dict=False)
         if chat[i - 1].role != "assistant":  # else it would be continued
-            assert encode_question(chat[:i], template, ours, "") == asked
+            assert encode_question(chat[:i], template, ours) == asked
         given = len(asked)
         if name == "qwen3" and i == 2 and chat == CHATS["two replies"]:  # it writes a reply otherwise if one follows
             given = start
@@ -282,13 +282,13 @@ def test_lines_of_2026_are_rendered_and_masked_as_in_transformers(tmp_path, name
             expected = theirs.apply_chat_template(bare, **options)
         except Exception:  # what a template raises
             with pytest.raises(InputError):
-                encode_chat(read_messages(line, "a:1"), template, ours, "a:1", read_shown(line, "a:1"))
+                encode_chat(read_messages(line), template, ours, read_shown(line))
             continue
         try:
-            tokens, said = encode_chat(read_messages(line, "a:1"), template, ours, "a:1", read_shown(line, "a:1"))
+            tokens, said = encode_chat(read_messages(line), template, ours, read_shown(line))
         except InputError as error:
             why = "( leaves out message|: it is not in its text| does not show where message| refuses it: Message has)"
-            assert re.match(f"a:1: ('[a-z_]+' is not supported by )?the chat template beside .*json{why}", str(error))
+            assert re.match(f"('[a-z_]+' is not supported by )?the chat template beside .*json{why}", str(error))
             continue
         done.add(kind)
         assert tokens.tolist() == expected["input_ids"]
@@ -324,18 +324,18 @@ def test_arguments_in_json_are_not_quoted_twice(tmp_path):
         objects = [ASK, called({"a": 2, "b": "x"}), answered(), TELL]
         line = {"messages": texts, "tools": TOOLS}
         template = choose_template("auto", ours)
-        tokens, _ = encode_chat(read_messages(line, "a:1"), template, ours, "a:1", read_shown(line, "a:1"))
+        tokens, _ = encode_chat(read_messages(line), template, ours, read_shown(line))
         assert tokens.tolist() == theirs.apply_chat_template(objects, tools=TOOLS, return_dict=False)
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ({"tools": TOOLS}, "here: 'tools' is not supported by the chat template beside .*: it is not in its text"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "here: 'enable_thinking' is not supported by the chat"),
-        ({"messages": [ASK, called({"a": 2})]}, "here: 'tool_calls' is not supported by the chat template"),
-        ({"messages": [ASK, TELL | {"thought": "hm"}]}, "here: 'reasoning_content' is not supported by the chat"),
-        ({"messages": [{"role": "developer", "content": "Be."}, ASK, TELL]}, "here: .* leaves out message 1, the dev"),
+        ({"tools": TOOLS}, "'tools' is not supported by the chat template beside .*: it is not in its text"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "'enable_thinking' is not supported by the chat"),
+        ({"messages": [ASK, called({"a": 2})]}, "'tool_calls' is not supported by the chat template"),
+        ({"messages": [ASK, TELL | {"thought": "hm"}]}, "'reasoning_content' is not supported by the chat"),
+        ({"messages": [{"role": "developer", "content": "Be."}, ASK, TELL]}, ".* leaves out message 1, the dev"),
     ],
 )
 def test_what_a_template_does_not_show_is_refused(tmp_path, line, message):
@@ -344,9 +344,7 @@ def test_what_a_template_does_not_show_is_refused(tmp_path, line, message):
     ours, _ = tokenizer_with(tmp_path, jinja, specials_in(jinja))
     line = {"messages": [ASK, TELL]} | line
     with pytest.raises(InputError, match=message):
-        encode_chat(
-            read_messages(line, "here"), choose_template("auto", ours), ours, "here", read_shown(line, "here")
-        )
+        encode_chat(read_messages(line), choose_template("auto", ours), ours, read_shown(line))
 
 
 def test_a_policy_is_asked_as_transformers_asks(tmp_path):
@@ -382,9 +380,9 @@ def test_a_begun_reply_is_continued_as_in_transformers(tokenizers, begun, before
         expected = theirs.apply_chat_template(dicts(chat), continue_final_message=True, return_dict=False)
     except Exception:  # a template may refuse roles, or drop the beginning
         with pytest.raises(InputError):
-            encode_question(chat, template, ours, "here")
+            encode_question(chat, template, ours)
     else:
-        assert encode_question(chat, template, ours, "here") == expected
+        assert encode_question(chat, template, ours) == expected
 
 
 @pytest.mark.parametrize("begun", BEGUN)
@@ -395,7 +393,7 @@ def test_a_begun_reply_is_continued_in_templates_of_ours(tmp_path, template, beg
     ours, theirs = tokenizer_with(tmp_path, template.jinja(ours), specials)
     chat = [USER, REPLY, USER, Message("assistant", begun)]
     expected = theirs.apply_chat_template(dicts(chat), continue_final_message=True, return_dict=False)
-    assert encode_question(chat, template, ours, "here") == expected
+    assert encode_question(chat, template, ours) == expected
 
 
 @pytest.mark.parametrize("key", ["prompt", "messages"])
@@ -469,9 +467,9 @@ def test_written_out_templates_are_the_published_ones(tmp_path, chat):
         ours, theirs = tokenizer_with(tmp_path / name, jinja, [*specials_in(jinja), "<|begin_of_text|>"])
         template, tokens, said = template_and_tokens(chat, ours, theirs)
         written = choose_template(name, ours)
-        assert all(map(np.array_equal, encode_chat(chat, written, ours, ""), (tokens, said)))
+        assert all(map(np.array_equal, encode_chat(chat, written, ours), (tokens, said)))
         asked = [*chat, USER]
-        assert encode_question(asked, written, ours, "") == encode_question(asked, template, ours, "")
+        assert encode_question(asked, written, ours) == encode_question(asked, template, ours)
         check_jinja(tmp_path / name, written, ours, chat)
 
 
@@ -479,13 +477,13 @@ def check_jinja(folder: Path, written, ours, chat: list[Message]) -> None:
     """A template written out in Jinja, as transformers renders it, and as we read it again."""
     (folder / "chat_template.jinja").write_text(written.jinja(ours))
     again, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    tokens, said = encode_chat(chat, written, ours, "")
+    tokens, said = encode_chat(chat, written, ours)
     assert theirs.apply_chat_template(dicts(chat), return_dict=False) == tokens.tolist()
     asked = [*chat, USER]
     question = theirs.apply_chat_template(dicts(asked), add_generation_prompt=True, return_dict=False)
-    assert question == encode_question(asked, written, ours, "")
+    assert question == encode_question(asked, written, ours)
     if not isinstance(again, ByteTokenizer):
-        assert all(map(np.array_equal, encode_chat(chat, choose_template("auto", again), again, ""), (tokens, said)))
+        assert all(map(np.array_equal, encode_chat(chat, choose_template("auto", again), again), (tokens, said)))
 
 
 @pytest.mark.parametrize("bos, eos", [(False, False), (True, False), (True, True)])
@@ -507,7 +505,7 @@ def test_the_plain_template_in_jinja(tmp_path, chat, bos, eos):
         }
         (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
         ours = load_tokenizer(tmp_path)
-    assert encode_chat(chat, PLAIN, ours, "")[0][0] == (258 if bos else ord(chat[0].content[0]))
+    assert encode_chat(chat, PLAIN, ours)[0][0] == (258 if bos else ord(chat[0].content[0]))
     check_jinja(tmp_path, PLAIN, ours, chat)
 
 
@@ -635,10 +633,10 @@ def test_a_merged_model_of_bytes_keeps_the_chat_template(tmp_path):
 
 def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "beginning_ids", (256,))
-    tokens, said = encode_chat([USER, REPLY], PLAIN, ByteTokenizer(), "")
+    tokens, said = encode_chat([USER, REPLY], PLAIN, ByteTokenizer())
     assert tokens.tolist() == [256, *b" Who are you?\n\n", *"I am 🙂.".encode(), 257]
     assert np.flatnonzero(said).tolist() == [*range(16, len(tokens))]
-    assert encode_question([USER, REPLY, USER], PLAIN, ByteTokenizer(), "") == [*tokens, *b" Who are you?\n\n"]
+    assert encode_question([USER, REPLY, USER], PLAIN, ByteTokenizer()) == [*tokens, *b" Who are you?\n\n"]
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -649,17 +647,17 @@ def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):
     [
         ("{% for m in messages %}", r"beside .*tokenizer.json is not valid: line 1: Unexpected end of template"),
         ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "beside .* is not valid: maximum recursion depth exceeded"),
-        ("{{ ''.__class__.__mro__ }}", "here: the chat template .* refuses it: access to attribute '__class__'"),
-        ("{{ messages.append(1) }}", "here: the chat template .* refuses it: .*append"),
-        ("{{ 1 / 0 }}", "here: the chat template .* refuses it: division by zero"),
-        ("{{ messages[0].content }}", "here: .* does not show where message 2, a reply, begins and ends"),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "here: .* does not show where message 2, a reply"),
-        ("{% for m in messages %}{{ m.content + m.content + '</s>' }}{% endfor %}", "here: .* does not show where"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", "here: .* not show"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template .* refuses it: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "the chat template .* refuses it: .*append"),
+        ("{{ 1 / 0 }}", "the chat template .* refuses it: division by zero"),
+        ("{{ messages[0].content }}", ".* does not show where message 2, a reply, begins and ends"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", ".* does not show where message 2, a reply"),
+        ("{% for m in messages %}{{ m.content + m.content + '</s>' }}{% endfor %}", ".* does not show where"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", ".* not show"),
     ],
 )  # fmt: skip
 def test_templates_that_do_not_serve_are_told_in_one_line(tmp_path, jinja, message):
     tokenizer, _ = tokenizer_with(tmp_path, jinja, ["</s>"])
     with pytest.raises(InputError, match=message) as error:
-        encode_chat([USER, REPLY], choose_template("auto", tokenizer), tokenizer, "here")
+        encode_chat([USER, REPLY], choose_template("auto", tokenizer), tokenizer)
     assert "\n" not in str(error.value)

@@ -51,7 +51,7 @@ def written(tmp_path_factory) -> Path:
 
 
 def objects_in(path: Path) -> list[dict]:
-    return list(read_records(find_files(Data("jsonl", str(path))), lambda row, where: row, Skips()))
+    return list(read_records(find_files(Data("jsonl", str(path))), lambda row: row, Skips()))
 
 
 FORMS = ["two-members.jsonl.gz", "array.json", "array.json.gz", "a.parquet", "file.arrow", "saved", "splits/train"]

@@ -42,31 +42,21 @@ class ChatSample(NamedTuple):
 
 
 def encode_chat(
-    messages: Chat,
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    where: str,
-    shown: Mapping = NO_KEYS,
+    messages: Chat, template: ChatTemplate, tokenizer: Tokenizer, shown: Mapping = NO_KEYS
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a chat, int64 [n], and which of them the model is to say, bool [n].
 
-    shown: what the template sees beside the messages, as from `read_shown`. Raises InputError, which
-    begins with `where`, for what the template does not take.
+    shown: what the template sees beside the messages, as from `read_shown`. Raises InputError for
+    what the template does not take.
     """
-    with located(where):
-        return encode_pieces(template.pieces(messages, shown), tokenizer)
+    return encode_pieces(template.pieces(messages, shown), tokenizer)
 
 
 def encode_question(
-    messages: Chat,
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    where: str,
-    shown: Mapping = NO_KEYS,
+    messages: Chat, template: ChatTemplate, tokenizer: Tokenizer, shown: Mapping = NO_KEYS
 ) -> list[int]:
     """Return the tokens that a reply to `messages` follows. Raises InputError likewise."""
-    with located(where):
-        return encode_pieces(template.question(messages, shown), tokenizer)[0].tolist()
+    return encode_pieces(template.question(messages, shown), tokenizer)[0].tolist()
 
 
 def end_of_reply(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
@@ -135,35 +125,33 @@ LEARNED_INSIDE = CHAT_KEYS["learned"] + CHAT_KEYS["learned_inside"]
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def read_messages(record: dict, where: str) -> Chat:
+def read_messages(record: dict) -> Chat:
     """Return the messages of one JSON object.
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or
     `context`, `question` and `answers` as in SQuAD, of which the first answer counts; or a prompt
     and a response, under one of the usual keys. The system's text may stand beside them. Keys about
     what is shown to the model or learned are refused where they would be lost; others are ignored.
-    Raises InputError, which begins with `where`, for anything else.
+    Raises InputError for anything else.
     """
-    with located(where):
-        learned = is_learned(record, CHAT_KEYS["learned"])
-        for key in ("label", "kto_tag", "desirable"):
-            if record.get(key) is False:
-                raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
-        turns = with_system(_read_layout(record), record)
-        return turns if learned else [turn._replace(learned=False) for turn in turns]
+    learned = is_learned(record, CHAT_KEYS["learned"])
+    for key in ("label", "kto_tag", "desirable"):
+        if record.get(key) is False:
+            raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
+    turns = with_system(_read_layout(record), record)
+    return turns if learned else [turn._replace(learned=False) for turn in turns]
 
 
-def read_shown(record: dict, where: str) -> dict:
+def read_shown(record: dict) -> dict:
     """Return what a template is shown beside the messages of a line: tools and other variables.
 
     tools, documents: lists. enable_thinking: a variable that verl reads there. chat_template_kwargs:
-    variables by name. Raises InputError, which begins with `where`, for anything else.
+    variables by name. Raises InputError for anything else.
     """
-    with located(where):
-        shown = {key: read_value(record, key, list) for key in ("tools", "documents")}
-        shown["enable_thinking"] = record.get("enable_thinking")
-        shown |= read_value(record, "chat_template_kwargs", dict) or {}
-        return {key: value for key, value in shown.items() if value is not None}
+    shown = {key: read_value(record, key, list) for key in ("tools", "documents")}
+    shown["enable_thinking"] = record.get("enable_thinking")
+    shown |= read_value(record, "chat_template_kwargs", dict) or {}
+    return {key: value for key, value in shown.items() if value is not None}
 
 
 def read_value(record: dict, key: str, kind: type) -> Any:
@@ -212,9 +200,7 @@ def usual_key(record: dict, names: list[str]) -> str | None:
 def chat_key(record: dict) -> str | None:
     """Return the key of the messages, None where the line is of another layout."""
     key = usual_key(record, CHAT_KEYS["chats"])
-    return (
-        key if key and (record[key] or usual_key(record, CHAT_KEYS["prompts"]) is None) else None
-    )
+    return key if key and (record[key] or usual_key(record, CHAT_KEYS["prompts"]) is None) else None
 
 
 def refuse_hidden(record: dict, keys: list[str], place: str) -> None:
@@ -356,7 +342,5 @@ def read_squad(record: dict) -> tuple[str, str]:
     answer = answer.get("text") if isinstance(answer, dict) else answer
     if not isinstance(answer, str) or not answer.strip():
         raise InputError("'answers' must hold a text, as in SQuAD 1.1: {'text': ['...']}")
-    asked = (
-        f"Context: {text_of(record, 'context')} Question: {text_of(record, 'question')} Answer:"
-    )
+    asked = f"Context: {text_of(record, 'context')} Question: {text_of(record, 'question')} Answer:"
     return asked, answer

@@ -75,10 +75,12 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
     Returns uint8 [frames, 3, *size], as many of the first `most` as Wan takes: 1, 5, 9, ...
     Each is scaled to cover `size`, and cut at its center.
     """
-    frames = []
-    if path.is_dir():
-        from PIL import Image
+    from PIL import Image, ImageOps
 
+    frames = []
+    # PIL gives width first
+    shape = size[1], size[0]
+    if path.is_dir():
         for file in sorted(path.iterdir())[:most]:
             with refused(f"{file} cannot be read as a picture"):
                 picture = Image.open(file).convert("RGB")

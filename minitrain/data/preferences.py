@@ -31,7 +31,7 @@ from minitrain.data.files import find_files
 from minitrain.data.records import Skips, read_records
 from minitrain.data.sft import Chats, fit
 from minitrain.data.text import Row, fitting_tokenizer, split_off
-from minitrain.errors import InputError, located
+from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config
 from minitrain.training.packing import PADDING, pack_row
@@ -52,12 +52,10 @@ def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)
 
-    def read(record: dict, where: str) -> list[ChatSample]:
-        shown = read_shown(record, where)
-        with located(where):
-            chats = read_pair(record)
-        encoded = [encode_chat(chat, template, tokenizer, where, shown) for chat in chats]
-        return [make_sample(tokens, said) for tokens, said in encoded]
+    def read(record: dict) -> list[ChatSample]:
+        shown = read_shown(record)
+        chats = read_pair(record)
+        return [make_sample(*encode_chat(chat, template, tokenizer, shown)) for chat in chats]
 
     skips = Skips(data.on_error == "skip")
     pairs = []

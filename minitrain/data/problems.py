@@ -78,21 +78,16 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     made_up = data.kind == "mock"
     skips = Skips(data.on_error == "skip")
 
-    def read(row: dict, where: str) -> Problem:
-        with located(where):
-            messages, answer = read_problem(row, config.grpo.prompt_key, config.grpo.answer_key)
-        problem = encode_problem(messages, answer, row, template, tokenizer, where)
-        with located(where):
-            check_length(problem, config)
+    def read(row: dict) -> Problem:
+        messages, answer = read_problem(row, config.grpo.prompt_key, config.grpo.answer_key)
+        problem = encode_problem(messages, answer, row, template, tokenizer)
+        check_length(problem, config)
         return problem
 
     if made_up:
-        where = f"grpo.mock_digits={config.grpo.mock_digits}"
-        problems = [
-            encode_problem(*made, template, tokenizer, where)
-            for made in reversals(config.grpo.mock_digits)
-        ]
-        with located(where):
+        digits = config.grpo.mock_digits
+        with located(f"grpo.mock_digits={digits}"):
+            problems = [encode_problem(*made, template, tokenizer) for made in reversals(digits)]
             check_length(problems[0], config)
     else:
         problems = list(read_records(find_files(data), read, skips))
@@ -131,20 +126,19 @@ def encode_problem(
     row: dict,
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    where: str,
 ) -> Problem:
     """Return the problem of a reply to the messages.
 
     Where they end with the beginning of a reply, it asks for the rest.
     """
-    shown = read_shown(row, where)
-    prompt = encode_question(messages, template, tokenizer, where, shown)
+    shown = read_shown(row)
+    prompt = encode_question(messages, template, tokenizer, shown)
     begun = ""
     if messages[-1].role == "assistant":
         *messages, last = messages
         begun = last.content or ""
     chat = [*messages, Message("assistant", begun + answer)]
-    reply = split_reply(make_sample(*encode_chat(chat, template, tokenizer, where, shown)))[1]
+    reply = split_reply(make_sample(*encode_chat(chat, template, tokenizer, shown)))[1]
     if begun:
         reply = [*encode_after(begun, answer, tokenizer.encode), reply[-1]]
     return Problem(prompt, reply, answer, row)

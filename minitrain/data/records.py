@@ -16,10 +16,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from minitrain.errors import InputError, readable
+from minitrain.errors import InputError, located, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_json, read_head, stand_in_kind
 
-Parse = Callable[[dict, str], Any]
+Parse = Callable[[dict], Any]
 # first bytes
 GZIP = b"\x1f\x8b"
 PARQUET = b"PAR1"
@@ -104,9 +104,7 @@ def pieces_of(file: Path) -> Iterator[str]:
         while block := raw.read(PIECE) + raw.readline():
             rest += decode(block, file, place)
             place += len(block)
-            ends = next(
-                filter(None, ([cut.end() for cut in c.finditer(rest)] for c in CUTS)), [0]
-            )
+            ends = next(filter(None, ([cut.end() for cut in c.finditer(rest)] for c in CUTS)), [0])
             if ends[-1]:
                 yield rest[: ends[-1]]
                 rest = rest[ends[-1] :]
@@ -143,9 +141,10 @@ class Number(float):
 
 
 def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]:
-    """Yield parse(object, FILE:LINE) for every JSON object of the files.
+    """Yield parse(object) for every JSON object of the files.
 
-    A file without any is unusable, and so is what follows damage to a file.
+    What is wrong with one is told with FILE:LINE. A file without any is unusable, and so is what
+    follows damage to a file.
     """
     for file in files:
         with readable(file):
@@ -177,7 +176,9 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:
             if what := kind_of_json(file, head):
                 raise InputError(f"{file} is {what}")
             if ARRAY.match(head):
-                for number, item in enumerate(_parse_json(lines.read(), str(file))):
+                with located(file):
+                    items = _parse_json(lines.read())
+                for number, item in enumerate(items):
                     yield f"{file}[{number}]", item
                 return
             for number, line in enumerate(lines, 1):
@@ -217,20 +218,21 @@ def _table_rows(file: Path, head: bytes) -> Iterator[dict]:
 
 
 def _parse(item: bytes | Any, where: str, parse: Parse) -> Any:
-    tree = _parse_json(item, where) if isinstance(item, bytes) else item
-    if not isinstance(tree, dict):
-        raise InputError(f"{where}: must be a JSON object, not {type(tree).__name__}")
-    return parse(tree, where)
+    with located(where):
+        tree = _parse_json(item) if isinstance(item, bytes) else item
+        if not isinstance(tree, dict):
+            raise InputError(f"must be a JSON object, not {type(tree).__name__}")
+        return parse(tree)
 
 
-def _parse_json(raw: bytes, where: str) -> Any:
+def _parse_json(raw: bytes) -> Any:
     try:
         text = raw.decode("utf-8-sig")
         return json.loads(
             text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Number
         )
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {error}") from error
+        raise InputError(f"not valid JSON: {error}") from error
 
 
 def _refuse_constant(word: str) -> None:

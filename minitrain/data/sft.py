@@ -70,10 +70,9 @@ def read_samples(
 ) -> Iterator[ChatSample]:
     """Yield the samples of all lines of all files, in order and however long."""
 
-    def read(record: dict, where: str) -> ChatSample:
-        messages = read_messages(record, where)
-        shown = read_shown(record, where)
-        return make_sample(*encode_chat(messages, template, tokenizer, where, shown))
+    def read(record: dict) -> ChatSample:
+        messages = read_messages(record)
+        return make_sample(*encode_chat(messages, template, tokenizer, read_shown(record)))
 
     return read_records(find_files(data), read, skips)
 
@@ -174,9 +173,7 @@ class MockChats(Mock):
             drawn = max(self.ANSWER, round(random.lognormal(5.109, 0.410)))
             lengths.append(min(drawn, room))
             room -= lengths[-1]
-        return pack_row(
-            [self._sample(random, length) for length in lengths], self.seq_len, PADDING
-        )
+        return pack_row([self._sample(random, length) for length in lengths], self.seq_len, PADDING)
 
     def _sample(self, random: np.random.Generator, length: int) -> dict[str, np.ndarray]:
         tokens = random.integers(self.vocab_size, size=length + 1)

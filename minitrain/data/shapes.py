@@ -236,13 +236,3 @@ def write_png(path: str | Path, *pictures: np.ndarray) -> None:
         for kind, data in chunks
     )
     Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + body)
-
-
-def read_png(path: str | Path) -> np.ndarray:
-    """Return the uint8 pixels [height, width, 3] of a file that `write_png` has written."""
-    data = Path(path).read_bytes()
-    # behind 8 bytes of the file's and 8 of the chunk's begin; the only IDAT is the next chunk
-    width, height = struct.unpack_from(">II", data, 16)
-    (size,) = struct.unpack_from(">I", data, 33)
-    lines = np.frombuffer(zlib.decompress(data[41 : 41 + size]), np.uint8)
-    return lines.reshape(height, 1 + 3 * width)[:, 1:].reshape(height, width, 3)

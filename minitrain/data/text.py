@@ -29,7 +29,7 @@ from minitrain.data.files import SUFFIXES, find_files
 from minitrain.data.records import Skips, read_records, read_texts, text_of
 from minitrain.data.token_files import open_tokens, stamp_of
 from minitrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, with_companions
-from minitrain.errors import InputError, located
+from minitrain.errors import InputError
 from minitrain.hashing import nth, shuffled
 from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
@@ -177,11 +177,10 @@ def read_documents(files: list[Path], field: str) -> Iterator[str]:
             yield from read_texts([file], skips)
 
 
-def _document(field: str, record: dict, where: str) -> str:
+def _document(field: str, record: dict) -> str:
     keys = ", ".join(list(record)[:5])
     hint = f" (it has {keys}: data.field names the key that holds the text; chats need task=sft or lora)"
-    with located(where):
-        return text_of(record, field, hint)
+    return text_of(record, field, hint)
 
 
 def cut_documents(corpus: Corpus, length: int) -> list[ChatSample]:

@@ -4,6 +4,7 @@ import json
 import sys
 from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -83,17 +84,11 @@ def read_prompts(options: Namespace) -> list[str]:
         cli.check_writable("out", options.out)
         file = Path(options.prompts)
         if file.suffix == ".jsonl":
-            return list(read_records([file], prompt_of_line, Skips()))
+            return list(read_records([file], partial(text_of, key="prompt"), Skips()))
         return "".join(read_texts([file], Skips())).splitlines()
     if options.prompt is None and not options.chat:
         raise InputError("--prompt is missing (or --prompts FILE, or --chat alone to converse)")
     return [] if options.prompt is None else [options.prompt]
-
-
-def prompt_of_line(record: dict, where: str) -> str:
-    """Return the prompt of a line of JSON."""
-    with located(where):
-        return text_of(record, "prompt")
 
 
 def encode(
@@ -106,7 +101,8 @@ def encode(
     if template is None:
         prompt = tokenizer.encode_prompt(text)
     else:
-        prompt = encode_question(messages, template, tokenizer, "--prompt")
+        with located("--prompt"):
+            prompt = encode_question(messages, template, tokenizer)
     if not prompt:
         raise InputError("--prompt is empty: give at least one character")
     return prompt

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from minitrain.data.shapes import read_png
+import numpy as np
 
 # of the toy world, before and after training
 PICTURES = "before", "after"
@@ -33,10 +33,13 @@ class Board:
 
     def close(self) -> None:
         """Add the pictures that the run has drawn."""
+        # add_image needs it, too
+        from PIL import Image
+
         for name in PICTURES:
             file = self.folder / f"{name}.png"
             if file.exists():
-                self.writer.add_image(name, read_png(file), self.step, dataformats="HWC")
+                self.writer.add_image(name, np.asarray(Image.open(file)), self.step, dataformats="HWC")
         self.writer.close()
 
 

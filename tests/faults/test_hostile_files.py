@@ -389,7 +389,7 @@ def test_any_tokenizer(tokenizer_folder, tmp_path_factory, name, edits, as_json,
 
 
 def encode(chat, tokenizer):
-    return encode_chat(chat, choose_template("auto", tokenizer), tokenizer, "here")
+    return encode_chat(chat, choose_template("auto", tokenizer), tokenizer)
 
 
 PARTS = re.findall(r"\{%-?|-?%\}|\{\{|\}\}|\w+|.", TEMPLATE)

@@ -98,13 +98,13 @@ def test_numeric_answers_keep_their_digits(tmp_path, number):
     for name, template in (("a", '{"question": "q", "answer": %s}'),
                            ("b", '{"question": "q", "reward_model": {"ground_truth": %s}}')):  # fmt: skip
         (tmp_path / name).write_text(template % number + "\n")
-        rows = list(read_records([tmp_path / name], lambda row, where: row, Skips()))
+        rows = list(read_records([tmp_path / name], lambda row: row, Skips()))
         answer = answer_of(rows[0], "")
         assert Decimal(answer) == Decimal(number) and "e" not in answer.lower()
         assert answer == number or "e" in number.lower()
         assert json.loads(json.dumps(rows)) == rows and pickle.loads(pickle.dumps(rows)) == rows
     (tmp_path / "a").write_text('{"question": "q", "answer": 1e-999999999}\n{"question": "q", "answer": 1e300}\n')
-    rows = list(read_records([tmp_path / "a"], lambda row, where: row, Skips()))
+    rows = list(read_records([tmp_path / "a"], lambda row: row, Skips()))
     assert len(answer_of(rows[0], "")) < 400 and answer_of(rows[1], "") == "1e300"
 
 
