@@ -200,7 +200,9 @@ def usual_key(record: dict, names: list[str]) -> str | None:
 def chat_key(record: dict) -> str | None:
     """Return the key of the messages, None where the line is of another layout."""
     key = usual_key(record, CHAT_KEYS["chats"])
-    return key if key and (record[key] or usual_key(record, CHAT_KEYS["prompts"]) is None) else None
+    return (
+        key if key and (record[key] or usual_key(record, CHAT_KEYS["prompts"]) is None) else None
+    )
 
 
 def refuse_hidden(record: dict, keys: list[str], place: str) -> None:
@@ -342,5 +344,7 @@ def read_squad(record: dict) -> tuple[str, str]:
     answer = answer.get("text") if isinstance(answer, dict) else answer
     if not isinstance(answer, str) or not answer.strip():
         raise InputError("'answers' must hold a text, as in SQuAD 1.1: {'text': ['...']}")
-    asked = f"Context: {text_of(record, 'context')} Question: {text_of(record, 'question')} Answer:"
+    asked = (
+        f"Context: {text_of(record, 'context')} Question: {text_of(record, 'question')} Answer:"
+    )
     return asked, answer

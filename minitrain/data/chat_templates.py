@@ -142,7 +142,9 @@ class _Rendering:
                 )
         # a template without a developer role gets such a turn as the system's
         if "developer" not in template.source and "system" in template.source:
-            messages = [m._replace(role="system") if m.role == "developer" else m for m in messages]
+            messages = [
+                m._replace(role="system") if m.role == "developer" else m for m in messages
+            ]
         self.messages = messages
         self.added_token = template.added_token
 

@@ -29,7 +29,9 @@ def open_dataset(config: Config) -> tuple:
         return open_pairs(config)
     if config.task in ("sft", "lora"):
         return open_chats(config)
-    return open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+    return open_data(
+        config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
+    )
 
 
 def open_sources(config: Config) -> tuple[Mixed, Mixed | None]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.errors import InputError, refused
@@ -84,7 +83,7 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
         for file in sorted(path.iterdir())[:most]:
             with refused(f"{file} cannot be read as a picture"):
                 picture = Image.open(file).convert("RGB")
-            frames.append(covering(np.array(picture), size))
+            frames.append(ImageOps.fit(picture, shape, Image.Resampling.BICUBIC))
     else:
         av = load_av(path)
         try:
@@ -92,29 +91,16 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
                 for frame in file.decode(video=0):
                     # a slower video shows a frame more than once
                     while len(frames) < most and frame.time >= len(frames) / rate - 1e-3:
-                        picture = frame.to_ndarray(format="rgb24")
-                        frames.append(covering(picture, size))
+                        picture = frame.to_image()
+                        frames.append(ImageOps.fit(picture, shape, Image.Resampling.BICUBIC))
                     if len(frames) == most:
                         break
         except (av.FFmpegError, IndexError) as error:
             raise InputError(f"{path} cannot be read as a video: {error}") from None
     if not frames:
         raise InputError(f"{path} holds no frame")
-    return torch.stack(frames[: 1 + (len(frames) - 1) // 4 * 4])
-
-
-def covering(picture: np.ndarray, size: list[int]) -> Tensor:
-    """Scale and cut a picture [height, width, 3] to uint8 [3, *size]."""
-    x = torch.from_numpy(picture).float()
-    x = x.permute(2, 0, 1)[None]
-    height, width = size
-    scale = max(height / x.shape[2], width / x.shape[3])
-    shape = round(scale * x.shape[2]), round(scale * x.shape[3])
-    x = F.interpolate(x, shape, mode="bicubic", antialias=True)
-    x = x.round().clamp(0, 255).byte()
-    top = (shape[0] - height) // 2
-    left = (shape[1] - width) // 2
-    return x[0, :, top : top + height, left : left + width]
+    video = np.stack(frames[: 1 + (len(frames) - 1) // 4 * 4])
+    return torch.from_numpy(video).movedim(-1, 1)
 
 
 def write_mp4(path: Path, video: Tensor) -> None:

@@ -47,7 +47,9 @@ def apart(data: Data) -> dict[str, Data]:
     found = {}
     for source in data.sources:
         if source.label in found:
-            raise InputError(f"data.sources has two of the name {source.label!r} (name them apart)")
+            raise InputError(
+                f"data.sources has two of the name {source.label!r} (name them apart)"
+            )
         kind = source.kind or data.kind
         key = data.field if source.field is None else source.field
         found[source.label] = replace(data, sources=[], path=source.path, kind=kind, field=key)
@@ -90,7 +92,9 @@ def _expand(pattern: str, kind: str) -> list[str]:
         files = [file for file in _files_below(pattern) if file.endswith(SUFFIXES[kind])]
         # no pipes, which may never end; a link to nothing stays, and is an error when it is read
         return [file for file in files if os.path.isfile(file) or not os.path.exists(file)]
-    return [file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)]
+    return [
+        file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)
+    ]
 
 
 def _what_is_there(pattern: str, kind: str) -> str:

@@ -83,8 +83,12 @@ def open_latents(config: Config) -> tuple[Noised, Noised]:
         return noised(videos), noised(videos, held_out=True)
     skips = Skips(data.on_error == "skip")
     buckets = find_buckets(config, skips)
-    sides = split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
-    train, held = (LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides)
+    sides = (
+        split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
+    )
+    train, held = (
+        LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides
+    )
     train = noised(train)
     held = noised(held, held_out=True)
     notes = [skips.note]
@@ -227,7 +231,9 @@ def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
     return [files for _, files in sorted(buckets.items())]
 
 
-def split_buckets(buckets: list[list[Path]], share: float, seed: int) -> Iterator[list[list[Path]]]:
+def split_buckets(
+    buckets: list[list[Path]], share: float, seed: int
+) -> Iterator[list[list[Path]]]:
     """Yield the buckets without, and with nothing but, a random `share` of all their files."""
     for side in map(set, split_off(list(chain(*buckets)), share, seed)):
         yield [[file for file in files if file in side] for files in buckets]

@@ -104,7 +104,9 @@ def pieces_of(file: Path) -> Iterator[str]:
         while block := raw.read(PIECE) + raw.readline():
             rest += decode(block, file, place)
             place += len(block)
-            ends = next(filter(None, ([cut.end() for cut in c.finditer(rest)] for c in CUTS)), [0])
+            ends = next(
+                filter(None, ([cut.end() for cut in c.finditer(rest)] for c in CUTS)), [0]
+            )
             if ends[-1]:
                 yield rest[: ends[-1]]
                 rest = rest[ends[-1] :]

@@ -173,7 +173,9 @@ class MockChats(Mock):
             drawn = max(self.ANSWER, round(random.lognormal(5.109, 0.410)))
             lengths.append(min(drawn, room))
             room -= lengths[-1]
-        return pack_row([self._sample(random, length) for length in lengths], self.seq_len, PADDING)
+        return pack_row(
+            [self._sample(random, length) for length in lengths], self.seq_len, PADDING
+        )
 
     def _sample(self, random: np.random.Generator, length: int) -> dict[str, np.ndarray]:
         tokens = random.integers(self.vocab_size, size=length + 1)

@@ -75,7 +75,9 @@ class TokenFile:
         """Set the lengths of documents, each of which the token `end` ends: reads all of the file."""
         size = len(self)
         blocks = range(0, size, BLOCK)
-        ends = [np.flatnonzero(self._load(n, min(BLOCK, size - n)) == end) + n + 1 for n in blocks]
+        ends = [
+            np.flatnonzero(self._load(n, min(BLOCK, size - n)) == end) + n + 1 for n in blocks
+        ]
         borders = np.unique(np.concatenate([[0], *ends, [size]]))
         self.lengths = np.diff(borders)
 
@@ -163,7 +165,9 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int) -> TokenFile:
             f"{file} does not hold tokens as {file.suffix or raw_dtype}: {told}"
         ) from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise InputError(f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}")
+        raise InputError(
+            f"{file} must hold integers [n], not {tokens.dtype} {list(tokens.shape)}"
+        )
     if lengths is None:
         lengths = np.array([len(tokens)])
         if file.suffix != ".npy" and not tokens.offset:
@@ -196,9 +200,7 @@ def read_megatron_index(index: Path, size: int) -> tuple[np.dtype, np.ndarray]:
     borders = np.cumsum(np.append(0, lengths))
     total = int(borders[-1]) * dtype.itemsize
     if size != total or (lengths < 0).any() or (places != borders[:-1] * dtype.itemsize).any():
-        told = (
-            f"{size:,} bytes, its index {index.name} tells of {total:,}, one sequence after another"
-        )
+        told = f"{size:,} bytes, its index {index.name} tells of {total:,}, one sequence after another"
         raise InputError(f"{index.with_suffix('.bin')} has {told}")
     if [*firsts[:1], *firsts[-1:]] != [0, count] or (np.diff(firsts) < 0).any():
         raise InputError(f"{index} does not divide its {count:,} sequences into documents")

@@ -381,7 +381,8 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         settings |= dict(
             # in transformers this key is the number of rotated channels
             head_dim=config.qk_rope_head_dim,
-            n_shared_experts=config.shared_expert_intermediate_size // config.moe_intermediate_size,
+            n_shared_experts=config.shared_expert_intermediate_size
+            // config.moe_intermediate_size,
             routed_scaling_factor=config.routed_scaling_factor,
         )
     if config.position_embedding != "rotary":

@@ -84,7 +84,9 @@ QWEN3 = dict(
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", NO_BIAS, heads_divide=True),
-    "qwen2": Family("Qwen2ForCausalLM", dict(use_sliding_window=False), fixed=dict(qkv_bias=True)),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", dict(use_sliding_window=False), fixed=dict(qkv_bias=True)
+    ),
     "qwen3": Family("Qwen3ForCausalLM", QWEN3, fixed=dict(qk_norm=True), quantized="fp8"),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -142,7 +144,9 @@ FAMILIES = {
             truncate=False,
             original_max_position_embeddings=4096,
         ),
-        fixed=dict(mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True),
+        fixed=dict(
+            mlp="clamped_swiglu", qkv_bias=True, o_bias=True, sinks=True, expert_bias=True
+        ),
         quantized="mxfp4",
         balances=True,
     ),

@@ -216,7 +216,8 @@ def _check_tied_head(weights: Weights, vocab: int) -> None:
     embedding, head = (weights.stored[key] for key in keys)
     blocks = [(slice(first, first + 4096),) for first in range(0, vocab, 4096)]
     alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and all(
-        torch.equal(*(_fetch(weights.stored, key, rows).float() for key in keys)) for rows in blocks
+        torch.equal(*(_fetch(weights.stored, key, rows).float() for key in keys))
+        for rows in blocks
     )
     if not alike:
         raise InputError(
@@ -260,7 +261,9 @@ def save_tensors(
     files = {}
     if isinstance(config, WanConfig):
         spell = wan_names.original_name if original_names else wan_names.diffusers_name
-        to_json = wan_names.config_to_original_json if original_names else wan_names.config_to_json
+        to_json = (
+            wan_names.config_to_original_json if original_names else wan_names.config_to_json
+        )
         files["config.json"] = to_json(config)
         stem = wan_names.STEM
         tensors = ((spell(name), x) for name, x in tensors)

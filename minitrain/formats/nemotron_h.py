@@ -65,7 +65,9 @@ def own_settings(config: DecoderConfig) -> dict:
 
     A bound of dt is in `time_step_limit`, and for transformers in `time_step_min`, see config_hf.py.
     """
-    bounded = dict(time_step_limit=[config.time_step_min, math.inf]) if config.time_step_min else {}
+    bounded = (
+        dict(time_step_limit=[config.time_step_min, math.inf]) if config.time_step_min else {}
+    )
     return bounded | dict(
         hybrid_override_pattern=config.layer_pattern,
         moe_latent_size=config.moe_latent_size or None,

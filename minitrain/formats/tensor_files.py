@@ -58,7 +58,9 @@ def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     with open_tensors(file) as contents:
         slices = {name: contents.get_slice(name) for name in contents.keys()}  # noqa: SIM118
-        return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+        return {
+            name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
+        }
 
 
 def write_tensors(

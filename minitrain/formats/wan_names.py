@@ -132,9 +132,7 @@ def adapter_place(key: str) -> tuple[str, str] | None:
     lora_unet_blocks_0_self_attn_q.lora_down.weight         musubi-tuner, as kohya's other programs; VideoX-Fun (`__`)
     blocks.0.self_attn.q.lora_A.default.weight              DiffSynth-Studio, also behind `pipe.dit.`
     """
-    block = (
-        r"(?:transformer\.|diffusion_model\.|pipe\.dit\.|lora_unet__?)?blocks[._](\d{1,9})[._](.+?)"
-    )
+    block = r"(?:transformer\.|diffusion_model\.|pipe\.dit\.|lora_unet__?)?blocks[._](\d{1,9})[._](.+?)"
     match = re.fullmatch(
         rf"{block}\.({'|'.join(map(re.escape, ROLES))})", key.replace(".default.", ".")
     )

@@ -39,7 +39,9 @@ class Board:
         for name in PICTURES:
             file = self.folder / f"{name}.png"
             if file.exists():
-                self.writer.add_image(name, np.asarray(Image.open(file)), self.step, dataformats="HWC")
+                self.writer.add_image(
+                    name, np.asarray(Image.open(file)), self.step, dataformats="HWC"
+                )
         self.writer.close()
 
 
