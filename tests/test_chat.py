@@ -172,6 +172,21 @@ def test_a_line_that_hides_more_is_refused_in_every_layout(layout, key, value):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_that_only_sound_like_masks_are_ignored(layout):
+    """As constraints of instructions, the scores of ratings, or a corpus's name."""
+    line = LAYOUTS[layout]
+    more = {
+        "constraints": [1, 2],
+        "rejected_score": 1.0,
+        "strain": 0,
+        "glossary": [0],
+        "lossy_source": "x",
+        "skips": None,
+    }
+    assert read_messages(line | more) == read_messages(line)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_template_is_shown_beside_the_messages(layout):
     line = LAYOUTS[layout]
     kwargs = {"enable_thinking": False, "none": None}

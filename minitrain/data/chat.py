@@ -230,8 +230,10 @@ def masks(key: str, value: Any) -> bool:
     """Return whether a key is about what is learned, and not empty."""
     if key in CHAT_KEYS["masked"]:
         return bool(value)
-    flag = value in (0, 1) or (isinstance(value, list) and value != [])
-    return flag and LEARNING.search(key) is not None
+    # snake_case or camelCase
+    words = re.split("[^A-Za-z]|(?=[A-Z])", key)
+    first = value[0] if isinstance(value, list) and value else value
+    return first in (0, 1) and any(word.lower().startswith(LEARNING) for word in words)
 
 
 def with_system(turns: Chat, record: dict) -> Chat:

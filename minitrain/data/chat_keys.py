@@ -3,12 +3,11 @@
 hidden: what templates and other trainers show to the model or have it say, and is not read here;
 hidden_line, hidden_beside and hidden_inside: more of them in a line, beside a prompt, and in a
 message. learned: a line or a reply is not learned if they are 0 or false; learned_inside: more of
-them in a reply. masked: keys that say so in another way, as do others with one of LEARNING's words.
+them in a reply. masked: keys that say so in another way, as do others with a word of LEARNING.
 """
 
-import re
-
-LEARNING = re.compile("train|learn|loss|mask|weight|supervis|ignor|skip|reject", re.IGNORECASE)
+# how words of a key begin that is about what is learned: of train_on_input, not of constraints
+LEARNING = ("train", "learn", "loss", "mask", "weight", "supervis", "ignor", "skip")
 
 CHAT_KEYS = {
     "chats": [
@@ -131,6 +130,7 @@ CHAT_KEYS = {
         "skip",
         "rejected",
         "rejected_response",
+        "rejected_messages",
         "train_detail",
         "token_weights",
     ],
