@@ -319,7 +319,9 @@ def test_lists_in_a_word():
     ("tp_size", "parallel.tp"), ("dtype", "precision"), ("lora_r", "lora.rank"), ("lora_alpha", "lora.alpha"),
     ("per_device_train_batch_size", "batch.micro"), ("num_train_epochs", "epochs"), ("output_dir", "out_dir"),
     ("logging_steps", "out_dir/metrics.jsonl"), ("data.seed", "seed"), ("optim.learning-rate", "optim.lr"),
-    ("MAX_STEPS", "steps"), ("model.n_layer", "num_layers"),
+    ("MAX_STEPS", "steps"), ("model.n_layer", "num_layers"), ("model.hidden_dim", "hidden_size"),
+    ("beta", "grpo.kl, or dpo.beta"), ("dpo.loss_type", "dpo.loss"), ("ckpt_dir", "out_dir"),
+    ("nproc_per_node", "parallel, and torchrun --nproc_per_node N"), ("quantization", "task=lora, whose weights"),
 ])  # fmt: skip
 def test_names_that_people_bring(alias, ours):
     with pytest.raises(InputError, match=rf"^unknown key {alias} \(use {ours}"):

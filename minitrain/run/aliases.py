@@ -10,7 +10,7 @@ model = model_name_or_path pretrained_model_name_or_path base_model model_name m
 steps = max_steps train_steps num_steps training_steps max_iters total_steps total_training_steps iterations
 epochs = num_epochs num_train_epochs epoch max_epochs total_epochs n_epochs
 seed = seed random_seed rng_seed data_seed manual_seed
-out_dir = output_dir out output save_dir output_path default_local_dir project_dir
+out_dir = output_dir out output save_dir output_path default_local_dir project_dir ckpt_dir checkpoint_dir log_dir
 device = use_cpu no_cuda accelerator
 precision=bf16 = bf16 bfloat16 use_bf16
 precision = dtype torch_dtype mixed_precision fp16 amp param_dtype model_dtype
@@ -49,11 +49,12 @@ pipeline_model_parallel_size
 parallel.ep = ep ep_size expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size
 parallel.dp_shard = dp dp_size fsdp fsdp_size data_parallel_size data_parallel_shard_degree deepspeed zero_stage
 parallel.dp_replicate = data_parallel_replicate_degree ddp
+parallel, and torchrun --nproc_per_node N = num_gpus num_processes nproc nproc_per_node world_size gpus devices
 lora.rank = lora_r lora_rank r lora_dim
 lora.alpha = lora_alpha
 lora.dropout = lora_dropout
 lora.targets = target_modules lora_target_modules lora_target lora_targets
-task=lora, whose weights are not in 4 or 8 bits = qlora load_in_4bit load_in_8bit quantization_bit bnb
+task=lora, whose weights are not in 4 or 8 bits = qlora load_in_4bit load_in_8bit quantization_bit quantization bnb
 lora: {} = use_lora use_peft peft adapter
 validation.every = eval_every eval_steps eval_interval eval_freq val_every val_interval val_check_interval
 validation.batches = eval_iters eval_batches val_batches limit_val_batches
@@ -62,7 +63,9 @@ checkpoint.keep = save_total_limit keep_last save_top_k
 checkpoint.resume = resume resume_from resume_from_checkpoint
 out_dir/metrics.jsonl, which has every step = logging_steps log_every log_interval log_freq log_every_n_steps
 out_dir/metrics.jsonl, or metrics.tensorboard=true = wandb use_wandb wandb_project report_to logger tensorboard_dir
-grpo.kl = beta kl_coef kl_loss_coef
+grpo.kl, or dpo.beta = beta
+grpo.kl = kl_coef kl_loss_coef
+dpo.loss = loss_type
 grpo.group = num_generations group_size num_samples rollout_n
 grpo.clip_low and grpo.clip_high = clip_ratio cliprange clip_range
 grpo.reward = reward_funcs reward_fn reward_function
@@ -71,7 +74,7 @@ rollout.max_tokens = max_new_tokens max_completion_length max_response_length re
 # of a model's config, as config.json and other libraries have it
 MODEL_TABLE = """
 num_layers = num_hidden_layers n_layer n_layers
-hidden_size = n_embd d_model n_embed
+hidden_size = n_embd d_model n_embed hidden_dim
 num_attention_heads = n_head n_heads num_heads
 num_key_value_heads = n_kv_heads
 intermediate_size = d_ff ffn_hidden_size
