@@ -80,8 +80,8 @@ class ByteTokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": BOS,
             "eos_token": EOS,
+            "clean_up_tokenization_spaces": False,
         }
-        config["clean_up_tokenization_spaces"] = False
         Path(folder).mkdir(parents=True, exist_ok=True)
         files = {"tokenizer.json": byte_level_bpe(), "tokenizer_config.json": config}
         for name, tree in files.items():

@@ -23,6 +23,9 @@ from minitrain.data.token_files import TokenFile, stamp_of
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError, refused
 
+# texts, each whole or in pieces
+Documents = Iterable[str | Iterator[str]]
+
 
 @dataclass
 class Corpus:
@@ -125,7 +128,7 @@ def join_files(parts: list[tuple[TokenFile, int, int]], document_end: int) -> Co
     return Corpus(files, *np.concatenate(spans, axis=1), document_end=document_end)
 
 
-def tokenize(documents: Iterable[str | Iterator[str]], tokenizer: Tokenizer) -> Corpus:
+def tokenize(documents: Documents, tokenizer: Tokenizer) -> Corpus:
     """Return all documents, begun and ended as the tokenizer has it, at 2 or 4 bytes a token."""
     out = io.BytesIO()
     lengths, sizes = write_tokens(documents, tokenizer, out)
@@ -134,11 +137,7 @@ def tokenize(documents: Iterable[str | Iterator[str]], tokenizer: Tokenizer) -> 
 
 
 def keep_tokens(
-    documents: Iterable[str | Iterator[str]],
-    tokenizer: Tokenizer,
-    folder: str,
-    made_of: tuple,
-    skips: Skips,
+    documents: Documents, tokenizer: Tokenizer, folder: str, made_of: tuple, skips: Skips
 ) -> Corpus:
     """Return what `tokenize` does, with the tokens in a file of `folder`.
 
@@ -192,11 +191,9 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def write_tokens(
-    documents: Iterable[str | Iterator[str]],
-    tokenizer: Tokenizer,
-    out: BinaryIO,
+    documents: Documents, tokenizer: Tokenizer, out: BinaryIO
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Write all documents' tokens, which are texts or such in pieces. Empty ones are left out.
+    """Write all documents' tokens. Empty ones are left out.
 
     Returns int64 [documents] each: lengths in tokens, sizes in bytes. A model is asked to continue
     a prompt that begins with bos: if it never saw one, that would be an untrained embedding. Texts

@@ -189,7 +189,14 @@ class LatentCache:
 
     def row(self, n: int) -> Row:
         """Return fp32 latents, text [text_tokens, text_dim], and the file's other tensors."""
-        return self.read(self.file(n))
+        path = self.file(n)
+        check_unchanged(path, path, self.stamps[path])
+        row = read_video(path)
+        for name in TEXTS:
+            if name in row:
+                missing = self.text_tokens - len(row[name])
+                row[name] = F.pad(row[name], (0, 0, 0, missing))
+        return row
 
     def origin(self, n: int) -> str:
         return str(self.file(n))
@@ -202,16 +209,6 @@ class LatentCache:
         files = self.buckets[bucket]
         place = ((group - self.firsts[bucket]) * self.group + place) % len(files)
         return files[shuffled(place, len(files), self.seed, epoch, bucket)]
-
-    def read(self, path: Path) -> Row:
-        """Return one video, as in a row."""
-        check_unchanged(path, path, self.stamps[path])
-        row = read_video(path)
-        for name in TEXTS:
-            if name in row:
-                missing = self.text_tokens - len(row[name])
-                row[name] = F.pad(row[name], (0, 0, 0, missing))
-        return row
 
 
 def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:

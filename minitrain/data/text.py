@@ -53,7 +53,7 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple:
     if data.kind == "mock":
         return Mock(seq_len, vocab_size, seed, split=0), Mock(seq_len, vocab_size, seed, split=1)
     opened = _open_token_files if data.kind == "tokens" else _open_documents
-    return opened(data, find_files(data), seq_len, vocab_size, seed)
+    return opened(data, seq_len, vocab_size, seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -96,13 +96,13 @@ class Packed:
         corpus: Corpus,
         seq_len: int,
         seed: int,
-        about: str = "",
+        *notes: str,
         whole: bool = False,
     ):
         self.corpus = corpus
         self.seq_len = seq_len
         self.seed = seed
-        self.about = about
+        self.notes = list(notes)
         self.bytes_per_token = None
         if corpus.sizes is not None:
             self.bytes_per_token = corpus.sizes.sum().item() / corpus.predicted
@@ -116,7 +116,11 @@ class Packed:
             self.rows = first_fit_decreasing(self.lengths.tolist(), seq_len)
             self.usable = range(len(self.rows))
             filled = len(corpus) / max(1, len(self.rows) * seq_len)
-            self.about = "; ".join(filter(None, [about, f"rows are {filled:.1%} filled"]))
+            self.notes.append(f"rows are {filled:.1%} filled")
+
+    @property
+    def about(self) -> str:
+        return "; ".join(filter(None, self.notes))
 
     def __len__(self) -> int:
         return len(self.usable)
@@ -195,12 +199,9 @@ def cut_documents(corpus: Corpus, length: int) -> list[ChatSample]:
 
 
 def _open_documents(
-    data: Data,
-    files: list[Path],
-    seq_len: int,
-    vocab_size: int,
-    seed: int,
+    data: Data, seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
+    files = find_files(data)
     tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
     skips = Skips(data.on_error == "skip")
     whole = data.packing == "whole"
@@ -213,7 +214,7 @@ def _open_documents(
             problem = f"{len(corpus)} tokens, less than one row of batch.seq_len={seq_len}"
         if problem:
             raise InputError(f"{what} holds {problem}{skips.aside}")
-        return Packed(corpus, seq_len, seed, skips.note, whole)
+        return Packed(corpus, seq_len, seed, skips.note, whole=whole)
 
     source = f"data.path={data.path}"
     if data.kind == "text":
@@ -225,13 +226,7 @@ def _open_documents(
         own = tokenizer_file(data.tokenizer)
         seen = [*files, *(with_companions(own) if own else [])]
         stamps = [(str(file.resolve()), stamp_of(file)) for file in seen]
-        made_of = (
-            data.kind,
-            data.field,
-            data.on_error,
-            tokenizer.below,
-            stamps,
-        )
+        made_of = data.kind, data.field, data.on_error, tokenizer.below, stamps
         corpus = keep_tokens(documents, tokenizer, data.cache, made_of, skips)
     else:
         if data.validation:
@@ -248,8 +243,9 @@ def _open_documents(
     else:
         train = in_rows(corpus, source)
     if tokenizer.eos_id is None:
-        unended = f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
-        train.about = "; ".join(filter(None, [train.about, unended]))
+        train.notes.append(
+            f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
+        )
     return train, held
 
 
@@ -260,7 +256,7 @@ def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """
     tokenizer = load_tokenizer(name)
     beyond = {number for number in tokenizer.vocabulary() if number >= vocab_size}
-    if beyond and beyond == {tokenizer.named_id("pad")}:
+    if beyond == {tokenizer.named_id("pad")}:
         tokenizer.below = vocab_size
     elif beyond:
         raise InputError(
@@ -311,11 +307,7 @@ def split_off(items: Sequence, share: float, seed: int) -> tuple[list, list]:
 
 
 def _open_token_files(
-    data: Data,
-    files: list[Path],
-    seq_len: int,
-    vocab_size: int,
-    seed: int,
+    data: Data, seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
     """Open token files and hold out the end of each: whole rows, or less if that is the share."""
     end = -1
@@ -332,7 +324,7 @@ def _open_token_files(
     whole = data.packing == "whole"
     train = []
     held = []
-    for file in files:
+    for file in find_files(data):
         tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size)
         if tokens is not None:
             if whole and end >= 0:
@@ -353,7 +345,7 @@ def _open_token_files(
     if data.validation and not len(held):
         size = f"{len(held.corpus):,} tokens, {none}"
         raise InputError(f"data.validation={data.validation} holds out {size}")
-    train.about = "; ".join(filter(None, [skips.note, train.about]))
+    train.notes.insert(0, skips.note)
     return train, held if data.validation else None
 
 

@@ -232,15 +232,10 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
 
     A saved ByteTokenizer needs no package.
     """
-    if is_of_bytes(name_or_path):
-        return ByteTokenizer()
-    return HuggingFaceTokenizer(tokenizer_file(name_or_path))
-
-
-def is_of_bytes(name_or_path: str | Path) -> bool:
-    """Return whether it is a ByteTokenizer. Raises InputError as `tokenizer_file` does."""
     file = tokenizer_file(name_or_path)
-    return file is None or is_byte_tokenizer(read_json(file))
+    if file is None or is_byte_tokenizer(read_json(file)):
+        return ByteTokenizer()
+    return HuggingFaceTokenizer(file)
 
 
 def tokenizer_file(name_or_path: str | Path) -> Path | None:
