@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from minitrain import Sampler, generate, merge, save_pretrained
 from minitrain.__main__ import dispatch
 from minitrain.data.chat import encode_chat, encode_question, end_of_reply, read_messages, read_shown
-from minitrain.data.chat_templates import CHATML, DATE, LLAMA3, PLAIN, Message, choose_template
+from minitrain.data.chat_templates import DATE, PLAIN, TEMPLATES, Message, Rendering, choose_template
 from minitrain.data.problems import open_problems
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
@@ -32,6 +32,8 @@ from minitrain.settings import Lora
 from tests.commands import command
 from tests.distributed.test_grpo import TREE
 
+LLAMA3 = TEMPLATES["llama3"]
+CHATML = TEMPLATES["chatml"]
 # what ends a reply in each; what TRL's form of it for training has the model say besides, of what is given or follows
 PUBLISHED = {
     "llama3": ("<|eot_id|>", ""), "llama3_1": ("<|eot_id|>", None), "llama3_2": ("<|eot_id|>", None),
@@ -111,7 +113,7 @@ def template_and_tokens(chat, ours, theirs):
         with pytest.raises(InputError, match=f"refuses it: {re.escape(str(error)[:20])}"):
             encode_chat(chat, template, ours)
         return None
-    assert "".join(text for text, _ in template.pieces(chat)) == expected
+    assert "".join(text for text, _ in Rendering(template, chat).pieces()) == expected
     tokens, said = encode_chat(chat, template, ours)
     assert tokens.tolist() == theirs.apply_chat_template(dicts(chat), return_dict=False)
     return template, tokens, said
@@ -210,7 +212,7 @@ def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened
     prompts = set()
     for i, reply in enumerate(replies):
         chat = [Message("user", f"{i}+6?"), Message("assistant", reply)]
-        (given, _), _, _ = template.pieces(chat)
+        (given, _), _, _ = Rendering(template, chat).pieces()
         asked = tuned.apply_chat_template(dicts(chat[:1]), tokenize=False, add_generation_prompt=True)
         assert tuned.apply_chat_template(dicts(chat), tokenize=False) == theirs.apply_chat_template(
             dicts(chat), tokenize=False

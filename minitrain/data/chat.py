@@ -8,7 +8,7 @@ as it does in transformers.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from minitrain.data.chat_templates import (
     Chat,
     ChatTemplate,
     Message,
+    Rendering,
 )
 from minitrain.data.records import text_of
 from minitrain.data.tokenizer import Tokenizer
@@ -49,27 +50,28 @@ def encode_chat(
     shown: what the template sees beside the messages, as from `read_shown`. Raises InputError for
     what the template does not take.
     """
-    return encode_pieces(template.pieces(messages, shown), tokenizer)
+    return encode_pieces(Rendering(template, messages, shown).pieces(), tokenizer)
 
 
 def encode_question(
     messages: Chat, template: ChatTemplate, tokenizer: Tokenizer, shown: Mapping = NO_KEYS
 ) -> list[int]:
     """Return the tokens that a reply to `messages` follows. Raises InputError likewise."""
-    return encode_pieces(template.question(messages, shown), tokenizer)[0].tolist()
+    text = Rendering(template, messages, shown).question()
+    return encode_pieces([(text, False)], tokenizer)[0].tolist()
 
 
 def end_of_reply(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     """Return the token that ends a reply; None if the template does not show where one ends."""
     try:
-        pieces = template.pieces([Message("user", "?"), Message("assistant", "!")])
-        tokens, said = encode_pieces(pieces, tokenizer)
+        chat = [Message("user", "?"), Message("assistant", "!")]
+        tokens, said = encode_chat(chat, template, tokenizer)
     except InputError:
         return None
     return int(tokens[said][-1])
 
 
-def encode_pieces(pieces: Iterator, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def encode_pieces(pieces: Iterable, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of pieces of text, int64 [n], and which the model is to say, bool [n]."""
     tokens = []
     said = []

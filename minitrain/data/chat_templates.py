@@ -58,7 +58,7 @@ class ChatTemplate:
     """A template in Jinja.
 
     special: tokens that a tokenizer must have. tokenizer: the template came with it.
-    It counts the replies of `pieces`, those that lack some of the message, and those that follow
+    It counts the replies that `Rendering.pieces` finds, those that lack some of the message, and those that follow
     another prompt than generation has, by both prompts: templates of reasoning models drop
     thoughts, and ask for them.
     """
@@ -92,20 +92,9 @@ class ChatTemplate:
         text = text.replace("beginning }}", f"{tokenizer.beginning!r} }}}}")
         return text.replace("eos }}", f"{tokenizer.eos!r} }}}}")
 
-    def question(self, messages: Chat, shown: Mapping = NO_KEYS) -> Iterator:
-        """Yield the text that a reply to `messages` follows. An assistant's last one is continued.
-
-        shown: the template's further variables, such as tools.
-        """
-        return _Rendering(self, messages, shown).question()
-
-    def pieces(self, messages: Chat, shown: Mapping = NO_KEYS) -> Iterator:
-        """Yield the text of a chat in pieces, each with whether the model is to say it."""
-        return _Rendering(self, messages, shown).pieces()
-
     @property
     def notes(self) -> list[str]:
-        """Return remarks about the replies of `pieces`."""
+        """Return remarks about the replies."""
         found = []
         if self.shortened:
             found.append(
@@ -122,16 +111,14 @@ class ChatTemplate:
     @property
     def asks(self) -> str | None:
         """Return the prompt that all replies follow, where generation has another one."""
-        for (_, given), count in self.prompts.items():
-            if count == self.replies:
-                return given
-        return None
+        asked = (given for (_, given), count in self.prompts.items() if count == self.replies)
+        return next(asked, None)
 
 
-class _Rendering:
-    """One chat in a template."""
+class Rendering:
+    """One chat in a template. shown: the template's further variables, such as tools."""
 
-    def __init__(self, template: ChatTemplate, messages: Chat, shown: Mapping):
+    def __init__(self, template: ChatTemplate, messages: Chat, shown: Mapping = NO_KEYS):
         self.template = template
         self.shown = shown
         # a key that the template does not read would be lost
@@ -163,7 +150,8 @@ class _Rendering:
     def unmarked(self, messages: Chat, ask: bool = False) -> str:
         return MARKS.sub("", self.render(messages, ask))
 
-    def question(self) -> Iterator:
+    def question(self) -> str:
+        """Return the text that a reply follows. An assistant's last one is continued."""
         *before, last = self.messages or [Message("user", "")]
         if last.role != "assistant":
             text = self.unmarked(self.messages, ask=True)
@@ -176,9 +164,10 @@ class _Rendering:
                 raise self.unclear(len(before))
             # the placeholder ends in a space: if the template drops it, it also strips the message
             text = text if rest.startswith(" ") else text.rstrip()
-        yield text, False
+        return text
 
-    def pieces(self) -> Iterator:
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """Yield the text in pieces, each with whether the model is to say it."""
         # given text, a reply, given text, ...
         parts = MARKS.split(self.render(self.messages))
         text = "".join(parts)
@@ -332,10 +321,12 @@ def written_out(name: str, *special: str) -> ChatTemplate:
     return ChatTemplate(file.read_text(encoding="utf-8").rstrip(), special)
 
 
-LLAMA3 = written_out("llama3", "<|start_header_id|>", "<|eot_id|>")
-CHATML = written_out("chatml", "<|im_start|>", "<|im_end|>")
 PLAIN = written_out("plain")
-TEMPLATES = {"llama3": LLAMA3, "chatml": CHATML, "plain": PLAIN}
+TEMPLATES = {
+    "llama3": written_out("llama3", "<|start_header_id|>", "<|eot_id|>"),
+    "chatml": written_out("chatml", "<|im_start|>", "<|im_end|>"),
+    "plain": PLAIN,
+}
 
 
 def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:

@@ -59,9 +59,8 @@ DIFFUSERS_TEXT = 512
 # of CLIP's features of one image
 IMAGE_TOKENS = 257
 
-# "tokens" where any number will do
-LatentShape = tuple[int | str, ...]
-Shapes = dict[str, LatentShape]
+# by name; "tokens" where any number will do
+Shapes = dict[str, tuple[int | str, ...]]
 
 
 def open_latents(config: Config) -> tuple[Noised, Noised]:
@@ -83,14 +82,14 @@ def open_latents(config: Config) -> tuple[Noised, Noised]:
         return noised(videos), noised(videos, held_out=True)
     skips = Skips(data.on_error == "skip")
     buckets = find_buckets(config, skips)
-    sides = (
-        split_buckets(buckets, data.validation, seed) if data.validation else (buckets, buckets)
+    held = buckets
+    if data.validation:
+        buckets, held = split_buckets(buckets, data.validation, seed)
+    cache = partial(
+        LatentCache, text_tokens=data.text_tokens, group=config.batch.micro, seed=seed
     )
-    train, held = (
-        LatentCache(side, data.text_tokens, config.batch.micro, seed) for side in sides
-    )
-    train = noised(train)
-    held = noised(held, held_out=True)
+    train = noised(cache(buckets))
+    held = noised(cache(held), held_out=True)
     notes = [skips.note]
     if model.image_dim is not None and data.text_tokens != DIFFUSERS_TEXT:
         notes.append(

@@ -196,7 +196,7 @@ def grid(pictures: Tensor, captions: list[str], zoom: int) -> np.ndarray:
     return (sheet * 255).byte().numpy()
 
 
-def write_line(text: str, zoom: int = 2) -> Tensor:
+def write_line(text: str) -> Tensor:
     """Return a text of at most 22 letters of 3 x 5 pixels, [height, width, 3]."""
     rows = []
     for row in range(5):
@@ -204,7 +204,7 @@ def write_line(text: str, zoom: int = 2) -> Tensor:
         rows.append([0.7 * (digit >> bit & 1) for digit in digits for bit in (3, 2, 1, 0)])
     # 3, the first bit, is the space between letters
     pixels = torch.tensor(rows)[..., None].expand(-1, -1, 3)
-    return pixels.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
+    return pixels.repeat_interleave(2, 0).repeat_interleave(2, 1)
 
 
 def write_png(path: str | Path, *pictures: np.ndarray) -> None:

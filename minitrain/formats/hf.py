@@ -22,7 +22,7 @@ from minitrain.errors import InputError, refused
 from minitrain.formats import gpt2, wan_names
 from minitrain.formats.config_hf import GENERATION, config_from_hf, config_to_hf
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
-from minitrain.formats.layouts_hf import Piece, is_ignored, pieces, stored_name, to_stored
+from minitrain.formats.layouts_hf import Config, Piece, is_ignored, pieces, stored_name, to_stored
 from minitrain.formats.magic import ADAPTER_CONFIG
 from minitrain.formats.tensor_files import DTYPES, open_tensors, write_tensors
 from minitrain.formats.weight_files import (
@@ -46,7 +46,6 @@ EMBEDDING = "model.embed_tokens.weight"
 # owned(tensor) -> this process's part of a full tensor, and its slices
 Owned = Callable[[Tensor], tuple[Tensor, Slices]]
 Model = Decoder | Wan
-Config = DecoderConfig | WanConfig
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -279,7 +278,9 @@ def save_tensors(
         else:
             tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
     wide = torch.promote_types(dtype, torch.float32)
-    fp32 = kept_in_fp32(config, spell)
+    # which the model keeps so whatever the rest is
+    model = empty_model(config).to(torch.bfloat16)
+    fp32 = {spell(name) for name, x in model.state_dict().items() if x.dtype == torch.float32}
     tensors = (
         (name, x.detach().to("cpu", wide if name in fp32 else dtype).contiguous())
         for name, x in tensors
@@ -307,12 +308,6 @@ def check_free_of_adapters(path: str | Path) -> None:
         raise InputError(
             f"{path} holds {ADAPTER_CONFIG}: transformers would add its adapters (use another folder)"
         )
-
-
-def kept_in_fp32(config: Config, spell: Callable[[str], str]) -> set[str]:
-    """Return the stored names of tensors that are fp32 whatever the rest is. spell: ours -> theirs."""
-    tensors = empty_model(config).to(torch.bfloat16).state_dict()
-    return {spell(name) for name, tensor in tensors.items() if tensor.dtype == torch.float32}
 
 
 def _write_shards(tensors: Named, work: Path, stem: str, limit: int) -> None:

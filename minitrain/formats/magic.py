@@ -57,9 +57,9 @@ MEDIA = rb"(?s)\x89PNG|GIF8|\xff\xd8\xff|RIFF|ID3|OggS|fLaC|\x1a\x45\xdf\xa3|.{4
 SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")  # one object over several lines
 
 
-def read_head(file: Path, length: int = 4096) -> bytes:
+def read_head(file: Path) -> bytes:
     with open(file, "rb") as raw:
-        return raw.read(length)
+        return raw.read(4096)
 
 
 def stand_in_kind(file: Path, head: bytes) -> str:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitrain.data.chat import encode_chat
-from minitrain.data.chat_templates import Message, choose_template
+from minitrain.data.chat_templates import Message, Rendering, choose_template
 from minitrain.data.text import fitting_tokenizer
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
@@ -410,5 +410,5 @@ def test_any_chat_template(tokenizer_folder, tmp_path_factory, edits):
         tokens, said = encoded
         assert b"c" in bytes(token for token in tokens[said] if token < 256)
         assert tokenizer.decode(tokens.tolist()) == "".join(
-            text for text, _ in choose_template("auto", tokenizer).pieces(CHAT)
+            text for text, _ in Rendering(choose_template("auto", tokenizer), CHAT).pieces()
         ).replace("<|eos|>", "").replace("<|bos|>", "")
