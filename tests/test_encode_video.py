@@ -71,6 +71,15 @@ def encode(folder, out, *more) -> None:
               str(folder / "videos"), *more])  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["{}.png", "frame_{:02}.png", "a.{:04}.png"])
+def test_frames_come_by_number(tmp_path, name):
+    """As ffmpeg writes them, with zeros before the number or without."""
+    for number in range(12):
+        Image.new("RGB", (4, 2), (number, 0, 0)).save(tmp_path / name.format(number))
+    (tmp_path / ".DS_Store").write_bytes(b"of a file manager")
+    assert read_frames(tmp_path, [2, 4], 99)[:, 0, 0, 0].tolist() == list(range(9))
+
+
 @torch.no_grad()
 def test_latents_and_texts_are_those_of_diffusers(folder, tmp_path, capsys):
     encode(folder, tmp_path / "latents", "--frames", "6")

@@ -51,6 +51,7 @@ def test_no_figure_of_the_bar_is_cut(monkeypatch):
     ({"val_loss": 1.3, "val_bits_per_byte": 1.3 / math.log(2)}, "1.300 nats = 1.876 bits/byte"),
     ({"val_loss": 1.3, "val_exact_match": 0.946}, "1.300 nats, exact match 94.6%"),
     ({"val_loss": 0.5, "video_tokens": 8.0}, "0.500"),
+    ({"val_loss": 25.0, "reward_accuracy": 0.5}, "25.000"),  # IPO's is a square
     ({"val_greedy": 0.5, "val_pass@8": 0.75, "reward": 0.1}, "greedy 50.0%, pass@8 75.0%"),
     ({f"val_pass@{n}": 1.0 for n in (1, 2, 4, 8, 16)}, "pass@1 100.0%, pass@16 100.0%"),
     ({"loss": 1.0}, ""),

@@ -69,7 +69,7 @@ class Encoders:
 
 
 def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> Tensor:
-    """Read a video file, at `rate` frames per second, or a folder of frames, in the order of their names.
+    """Read a video file, at `rate` frames per second, or a folder of frames, by number: 2 before 10.
 
     Returns uint8 [frames, 3, *size], as many of the first `most` as Wan takes: 1, 5, 9, ...
     Each is scaled to cover `size`, and cut at its center.
@@ -80,7 +80,8 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
     # PIL gives width first
     shape = size[1], size[0]
     if path.is_dir():
-        for file in sorted(path.iterdir())[:most]:
+        shown = path.glob("[!.]*")
+        for file in sorted(shown, key=lambda file: (len(file.stem), file.stem))[:most]:
             with refused(f"{file} cannot be read as a picture"):
                 picture = Image.open(file).convert("RGB")
             frames.append(ImageOps.fit(picture, shape, Image.Resampling.BICUBIC))

@@ -77,8 +77,9 @@ def validation(numbers: dict) -> str:
         if name == "val_bits_per_byte":
             told[-1] += f" = {value:.3f} bits/byte"
         elif name == "val_loss":
-            # videos have a squared error
-            told.append(f"{value:.3f}{'' if 'video_tokens' in numbers else ' nats'}")
+            # videos have a squared error, pairs of replies a loss of their own
+            bare = numbers.keys() & {"video_tokens", "reward_accuracy"}
+            told.append(f"{value:.3f}{'' if bare else ' nats'}")
         else:
             told.append(f"{name.removeprefix('val_').replace('_', ' ')} {value:.1%}")
     return ", ".join(told)
