@@ -38,14 +38,33 @@ TRAINING_ONLY = {
 }
 # keys that an export does not copy from the config.json that was read: it writes its own spelling
 # of settings, and its own format of weights, without layers for multi-token prediction
-NOT_KEPT = """
-    rope_parameters rope_scaling rope_theta partial_rotary_factor
-    original_max_position_embeddings num_experts num_local_experts num_key_value_heads head_dim
-    layer_types layers_block_type hybrid_override_pattern num_hidden_layers mamba_dt_min
-    mamba_dt_limit time_step_min time_step_limit dtype torch_dtype quantization_config auto_map
-    transformers_version num_nextn_predict_layers mtp_hybrid_override_pattern
-    mtp_layers_block_type
-"""
+NOT_KEPT = {
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "layers_block_type",
+    "hybrid_override_pattern",
+    "num_hidden_layers",
+    "mamba_dt_min",
+    "mamba_dt_limit",
+    "time_step_min",
+    "time_step_limit",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "auto_map",
+    "transformers_version",
+    "num_nextn_predict_layers",
+    "mtp_hybrid_override_pattern",
+    "mtp_layers_block_type",
+}
 
 
 def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
@@ -107,7 +126,7 @@ def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
     except InputError as error:
         told = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda m: keys.get(m[1], m[1]), str(error))
         raise InputError(told) from None
-    written = (_settings(config, torch.float32).keys() | NOT_KEPT.split()) - {*gpt2.DROPOUTS}
+    written = (_settings(config, torch.float32).keys() | NOT_KEPT) - {*gpt2.DROPOUTS}
     extra = {key: raw[key] for key in raw if key not in written and not key.startswith("_")}
     return dataclasses.replace(config, extra_config=extra)
 

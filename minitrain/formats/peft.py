@@ -66,10 +66,19 @@ UNREADABLE = {
 }
 # initializations that leave the base weights alone
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
-VARIANTS = """
-    use_dora lora_bias fan_in_fan_out modules_to_save use_qalora layers_to_transform
-    layer_replication trainable_token_indices alora_invocation_tokens use_bdlora exclude_modules
-"""
+VARIANTS = (
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "use_qalora",
+    "layers_to_transform",
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "exclude_modules",
+)
 
 
 def read_adapter_config(path: str | Path) -> Lora:
@@ -92,7 +101,7 @@ def read_adapter_config(path: str | Path) -> Lora:
 
 
 def _refuse_variants(raw: dict) -> None:
-    found = [key for key in VARIANTS.split() if raw.get(key)]
+    found = [key for key in VARIANTS if raw.get(key)]
     if raw.get("bias", "none") != "none":
         found.append("bias")
     start = raw.get("init_lora_weights")
