@@ -55,11 +55,8 @@ class Problems:
 
     def take(self, first: int, count: int) -> list[Problem]:
         """Return problems first, first + 1, ...; each epoch has all of them in another order."""
-        taken = []
-        for n in range(first, first + count):
-            _, number = nth(n, len(self), self.seed)
-            taken.append(self.problems[number])
-        return taken
+        numbers = [nth(n, len(self), self.seed)[1] for n in range(first, first + count)]
+        return [self.problems[number] for number in numbers]
 
 
 def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer, tuple[int, ...]]:
@@ -232,8 +229,6 @@ def reversals(digits: int) -> list[tuple[Chat, str, dict]]:
     count = min(4000, 10**digits)
     draws = np.random.default_rng(digits).integers(10, size=(4 * count, digits))
     texts = dict.fromkeys("".join(map(str, draw)) for draw in draws.tolist())
-    problems = []
-    for text in list(texts)[:count]:
-        asked = [Message("user", text)]
-        problems.append((asked, text[::-1], {"prompt": text}))
-    return problems
+    return [
+        ([Message("user", text)], text[::-1], {"prompt": text}) for text in list(texts)[:count]
+    ]

@@ -185,9 +185,7 @@ def grid(pictures: Tensor, captions: list[str], zoom: int) -> np.ndarray:
     letters = torch.stack([write_line(caption) for caption in captions])
     pictures = pictures.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2)
     width = 4 + max(letters.shape[2], pictures.shape[2])
-    sized = []
-    for x in (pictures, letters):
-        sized.append(F.pad(x, (0, 0, 0, width - x.shape[2], 0, 3)))
+    sized = [F.pad(x, (0, 0, 0, width - x.shape[2], 0, 3)) for x in (pictures, letters)]
     cells = torch.cat(sized, 1)
     cells = F.pad(cells, (0, 0, 0, 0, 0, 0, 0, -len(cells) % COLUMNS))
     # [rows, height, columns, width, 3]
