@@ -17,11 +17,12 @@ def main(arguments: list[str]) -> None:
     if arguments[:-1] in (["-h"], ["--help"]):
         return print(describe_section(arguments[-1]))
     config = {"--config": (cli.config_path, ..., "a YAML file, or a recipe as train/shapes")}
-    name = "python -m minitrain.train"
     settings = "\n".join(
         ["settings, and sections (--help SECTION):", *annotate(DEFAULTS, "  ", False)]
     )
-    parser = cli.Parser(config, prog=name, description=__doc__, epilog=settings)
+    parser = cli.Parser(
+        config, prog="python -m minitrain.train", description=__doc__, epilog=settings
+    )
     add = parser.add_argument
     add("--print-config", action="store_true", help="print all settings, with comments")
     add("--deterministic", action="store_true", help="the same run again gives the same bits")

@@ -235,12 +235,7 @@ class Checkpointer:
         return self.folder / f"step-{step:08d}"
 
 
-def resume(
-    checkpointer: Checkpointer,
-    config: Config,
-    trainer: Trainer,
-    *names: str,
-) -> tuple[int, dict]:
+def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tuple[int, dict]:
     """Load the newest checkpoint, if there is one; return what `resume_point` finds in it.
 
     Raises InputError if there is one and the config forbids to resume.
@@ -251,7 +246,8 @@ def resume(
             f"checkpoint.resume=false, but {folder} holds checkpoints (use another out_dir)"
         )
     extra = checkpointer.load(trainer.model, trainer.optimizer)
-    return resume_point(folder, extra, config.steps, *names)
+    counted = "reward" if config.task == "grpo" else "tokens"
+    return resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
 
 
 def save_step(checkpointer: Checkpointer, numbers: dict[str, Any], trainer: Trainer) -> None:

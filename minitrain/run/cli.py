@@ -60,12 +60,8 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
     return parse
 
 
-def home_path(text: str) -> str:
-    """Parse a path, as an argparse type: ~ is the home folder.
-
-    Shells leave it alone in words such as --out=~/new.
-    """
-    return os.path.expanduser(text)
+# an argparse type: ~ is the home folder, which shells leave alone in words such as --out=~/new
+home_path = os.path.expanduser
 
 
 def config_path(text: str) -> str:
@@ -135,7 +131,16 @@ def run(main: Callable[[list[str]], None]) -> None:
         if line:
             say_once(f"error: {line}")
     if group_is_up():
-        leave_group(code)
+        from minitrain.run import watch
+
+        # after an error the others are made to end too
+        watch.leave(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success
+        # a crash. Nor is the group destroyed: NCCL would wait for ever for a sampler's CUDA graphs,
+        # which hold kernels of its.
+        os._exit(code)
     sys.exit(code)
 
 
@@ -210,18 +215,3 @@ def group_is_up() -> bool:
     """
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
-
-
-def leave_group(code: int) -> None:
-    """End a process whose group is still up. After an error the others are made to end too.
-
-    The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success a
-    crash: hence _exit. Nor is the group destroyed: NCCL would wait for ever for a sampler's CUDA
-    graphs, which hold kernels of its.
-    """
-    from minitrain.run import watch
-
-    watch.leave(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -104,10 +104,9 @@ def _value_faults(c: Config) -> Faults:
         f"recompute={c.recompute} must be none, full, attention, selective or a whole number of at least 2 "
         f"(every n-th block)",
     )
-    apart = c.grpo.generation_ranks
     yield (
-        apart and c.task != "grpo",
-        f"grpo.generation_ranks={apart} is for task=grpo, not {c.task}",
+        c.grpo.generation_ranks and c.task != "grpo",
+        f"grpo.generation_ranks={c.grpo.generation_ranks} is for task=grpo, not {c.task}",
     )
     yield (
         0 < c.rollout.temperature < MIN_TEMPERATURE,
@@ -212,12 +211,12 @@ def _precision_faults(c: Config) -> Faults:
         f"optim.stochastic_rounding=true needs bf16 to round to: {weights} or optim.states=bf16",
     )
     model = c.model.config
-    tp = c.parallel.tp
     width = model.dim if c.task == "diffusion" else model.hidden_size
     fp8 = c.precision == "fp8"
     yield (
-        fp8 and width % (16 * tp),
-        f"precision=fp8 needs a model width that is a multiple of 16 x parallel.tp={tp}, not {width} (use bf16)",
+        fp8 and width % (16 * c.parallel.tp),
+        f"precision=fp8 needs a model width that is a multiple of 16 x parallel.tp={c.parallel.tp}, not {width} "
+        f"(use bf16)",
     )
     yield (
         c.fp8.experts and not (fp8 and getattr(model, "num_experts", 0)),
@@ -335,7 +334,6 @@ def _diffusion_faults(c: Config) -> Faults:
 
 def _grpo_faults(c: Config) -> Faults:
     g = c.grpo
-    b = c.batch
     limit = c.rollout
     dropout = c.lora and c.lora.dropout
     yield dropout, f"lora.dropout={dropout}: the sampler would disagree with the trainer (use 0)"
@@ -347,8 +345,8 @@ def _grpo_faults(c: Config) -> Faults:
     yield g.group < 2, f"grpo.group={g.group} must be at least 2"
     responses = g.prompts * g.group
     yield (
-        responses % b.global_,
-        f"batch.global={b.global_} does not divide grpo.prompts={g.prompts} x group={g.group} = {responses} "
+        responses % c.batch.global_,
+        f"batch.global={c.batch.global_} does not divide grpo.prompts={g.prompts} x group={g.group} = {responses} "
         f"responses per step",
     )
     yield (
@@ -376,11 +374,10 @@ def _grpo_faults(c: Config) -> Faults:
         g.overlong_buffer > limit.max_tokens,
         f"grpo.overlong_buffer={g.overlong_buffer} exceeds rollout.max_tokens={limit.max_tokens}",
     )
-    cp = c.parallel.cp
     yield (
-        cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"),
-        f"parallel.cp={cp}: no rank sees whole sequences, as ratio=sequence and importance=sequence-mask need "
-        f"(use cp=1)",
+        c.parallel.cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"),
+        f"parallel.cp={c.parallel.cp}: no rank sees whole sequences, as ratio=sequence and importance=sequence-mask "
+        f"need (use cp=1)",
     )
     yield from sampler_faults(c)
     yield (

@@ -45,9 +45,8 @@ def main(arguments: list[str]) -> None:
         file = out / f"{path.name}.safetensors"
         if not file.exists():
             frames = read_frames(path, options.size, options.frames, options.rate)
-            latents = encoders.encode(frames)
             text = encoders.encode_text(caption)
-            save_video(work, latents, text, negative=negative)
+            save_video(work, encoders.encode(frames), text, negative=negative)
             work.replace(file)
     print(f"{out} holds {len(captions):,} videos of {options.videos}")
     print(f"next: minitrain train --config train/wan-lora {quote(f'data.path={out}')}")

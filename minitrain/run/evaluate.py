@@ -1,6 +1,7 @@
 """Measure a model on held-out data."""
 
 import math
+from statistics import fmean
 
 from minitrain.models.decoder import Decoder
 from minitrain.rollout.engine import Sampler
@@ -27,7 +28,6 @@ def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) ->
     longest = max(len(prompt) + len(reply) for prompt, reply in questions)
     sampler = Sampler(model, samples=len(questions), longest=longest)
     answers = sampler.generate([prompt for prompt, _ in questions], params)
-    right = sum(
+    return fmean(
         answer.tokens == reply for answer, (_, reply) in zip(answers, questions, strict=True)
     )
-    return right / len(questions)

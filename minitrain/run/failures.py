@@ -37,7 +37,14 @@ def recorded(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        write_log(folder / "logs" / f"rank-{rank()}.log", error)
+        when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        head = f"{when} rank {rank()} on {socket.gethostname()}, process {os.getpid()}, torch {torch.__version__}\n"
+        file = folder / "logs" / f"rank-{rank()}.log"
+        # a disk that is full must not hide the error itself
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(head + "".join(traceback.format_exception(error)) + "\n")
         if line := explain(error):
             raise InputError(line) from error
         raise
@@ -51,16 +58,6 @@ def rank() -> int:
     if dist.is_initialized():
         return dist.get_rank()
     return env_int("RANK") if "WORLD_SIZE" in os.environ else 0
-
-
-def write_log(file: Path, error: Exception) -> None:
-    """Append when, where and what. A disk that is full must not hide the error itself."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    head = f"{when} rank {rank()} on {socket.gethostname()}, process {os.getpid()}, torch {torch.__version__}\n"
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(head + "".join(traceback.format_exception(error)) + "\n")
 
 
 def explain(error: Exception) -> str | None:

@@ -65,9 +65,8 @@ class Work:
 
         They are half of the sequence, or about the window.
         """
-        unseen = max(seq_len - self.window, 0) ** 2 / max(
-            seq_len, 1
-        )  # by the later tokens, per token, twice
+        # by the later tokens, per token, twice
+        unseen = max(seq_len - self.window, 0) ** 2 / max(seq_len, 1)
         return (self.attention * seq_len + self.windowed * (seq_len - unseen)) / 2
 
 
@@ -143,8 +142,7 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
         weights += stacks * config.num_experts_per_tok // config.num_experts
     mixers = [config.parts(layer)[0] for layer in range(config.num_layers)]
     windowed = sum(
-        mixers[layer] == "attention" and config.windowed(layer)
-        for layer in range(config.num_layers)
+        mixer == "attention" and config.windowed(layer) for layer, mixer in enumerate(mixers)
     )
     width = config.head_dim  # where keys and values differ, their mean
     if config.kv_lora_rank:

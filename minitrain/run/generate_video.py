@@ -24,16 +24,16 @@ VIDEO_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def run(options: Namespace) -> None:
     """Write what the model makes of --prompts to --out."""
-    if not Path(options.out).parent.is_dir():  # before minutes of work
-        raise InputError(
-            f"--out {options.out}: the folder {Path(options.out).parent} does not exist"
-        )
-    if (
-        Path(options.out).exists() and not Path(options.out).is_file()
-    ):  # /dev/null would become a file
+    out = Path(options.out)
+    prompts_file = Path(options.prompts)
+    # before minutes of work
+    if not out.parent.is_dir():
+        raise InputError(f"--out {options.out}: the folder {out.parent} does not exist")
+    # /dev/null would become a file
+    if out.exists() and not out.is_file():
         raise InputError(f"--out {options.out} is a folder or a device (name a file)")
     cli.check_writable("out", options.out)
-    if options.prompts != "shapes" and not Path(options.prompts).is_file():
+    if options.prompts != "shapes" and not prompts_file.is_file():
         raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
     if bool(options.encoders) != options.out.endswith(".mp4"):
         raise InputError(
@@ -55,27 +55,25 @@ def run(options: Namespace) -> None:
     }
     if options.prompts == "shapes":
         print(draw_shapes(model, options.out, **way))
-        print(f"next: open {Path(options.out).with_suffix('.apng')} in a browser: they move")
+        print(f"next: open {out.with_suffix('.apng')} in a browser: they move")
         return
     if options.size is None:
         raise InputError(
             "--size is missing: frames, height and width of the latents, such as 21 60 104"
         )
     if encoders:
-        prompts = embed_lines(
-            encoders, Path(options.prompts), options.negative, options.text_tokens
-        )
+        prompts = embed_lines(encoders, prompts_file, options.negative, options.text_tokens)
     else:
-        prompts = read_prompts(Path(options.prompts), options.text_tokens)
+        prompts = read_prompts(prompts_file, options.text_tokens)
     check_prompts(prompts, model, options.size, options.prompts)
     latents = generate(model, prompts, options.size, **way)
     if not latents.isfinite().all():
         raise InputError("the latents are not finite (use less --guidance, or another --model)")
     if encoders:
         for number, video in enumerate(latents, 1):
-            file = Path(options.out)
+            file = out
             if len(latents) > 1:
-                file = file.with_stem(f"{file.stem}-{number}")
+                file = out.with_stem(f"{out.stem}-{number}")
             write_mp4(file, encoders.decode(video))
             print(f"wrote {file}: open it in a player of videos")
     else:
@@ -112,11 +110,11 @@ def generate(
     All ranks of a sharded model call it.
     """
     device = model.proj_out.weight.device
-    random = torch.Generator().manual_seed(seed % (1 << 64))  # which takes no larger ones
+    # which takes no larger ones
+    random = torch.Generator().manual_seed(seed % (1 << 64))
     noise = torch.randn(len(prompts["text"]), model.config.out_channels, *size, generator=random)
-    velocity = guided(
-        model, scale=guidance, **{key: value.to(device) for key, value in prompts.items()}
-    )
+    known = {key: value.to(device) for key, value in prompts.items()}
+    velocity = guided(model, scale=guidance, **known)
     return SAMPLERS[sampler](velocity, noise.to(device), sigma_schedule(steps, shift)).cpu()
 
 
@@ -126,7 +124,8 @@ def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
     Texts are padded with zeros.
     """
     prompts = read_video(path, [*TEXTS, "condition", "image"])
-    if "text" not in prompts or prompts["text"].ndim != 3 or not len(prompts["text"]):
+    text = prompts.get("text")
+    if text is None or text.ndim != 3 or not len(text):
         raise InputError(
             f"{path} must hold a tensor `text` [videos, tokens, text_dim], of one video at least"
         )
@@ -138,10 +137,9 @@ def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
                     f"{path}: {name} has {prompts[name].shape[1]} tokens, more than --text-tokens {text_tokens}"
                 )
             prompts[name] = F.pad(prompts[name], (0, 0, 0, missing))
-    if "negative" in prompts and prompts["negative"].shape[:1] == (1,):
-        prompts["negative"] = prompts["negative"].expand(
-            len(prompts["text"]), *prompts["negative"].shape[1:]
-        )
+    negative = prompts.get("negative")
+    if negative is not None and negative.shape[:1] == (1,):
+        prompts["negative"] = negative.expand(len(text), *negative.shape[1:])
     return prompts
 
 
@@ -171,8 +169,8 @@ def draw_shapes(
     Returns how much is right, in words.
     write: all ranks of a sharded model draw, but one is to write.
     """
-    if model.config.out_channels != shapes.CHANNELS:
-        channels = model.config.out_channels
+    channels = model.config.out_channels
+    if channels != shapes.CHANNELS:
         raise InputError(
             f"--prompts shapes: their latents have {shapes.CHANNELS} channels, the model's {channels}"
         )
@@ -184,7 +182,5 @@ def draw_shapes(
     videos = world.decode(generate(model, text, size, steps=steps, guidance=guidance, **way))
     if write:
         shapes.write_sheet(path, videos, [" ".join(words) for words in prompts])
-    score = world.judge(videos, prompts)
-    return f"{path}: right in " + ", ".join(
-        f"{name} {share:.0%}" for name, share in score.items()
-    )
+    score = [f"{name} {share:.0%}" for name, share in world.judge(videos, prompts).items()]
+    return f"{path}: right in {', '.join(score)}"

@@ -57,11 +57,10 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """
     for part, bf16, fp32 in PEAKS:
         if part in name:
-            fp8 = 2 * bf16
             rates = {
                 torch.bfloat16: bf16,
-                torch.float8_e4m3fn: fp8,
-                torch.float8_e5m2: fp8,
+                torch.float8_e4m3fn: 2 * bf16,
+                torch.float8_e5m2: 2 * bf16,
                 torch.float32: fp32,
             }
             return rates.get(dtype)

@@ -62,8 +62,14 @@ class Health:
         for numbers in steps:
             checked = numbers | self.check(numbers)
             yield checked
-            if self.in_a_row >= self.most:  # and the step is in the log
-                raise InputError(self.verdict(checked))
+            # and the step is in the log
+            if self.in_a_row >= self.most:
+                step = checked["step"]
+                raise InputError(
+                    f"step {step} is number {self.in_a_row} in a row to be skipped (optim.max_skipped), as "
+                    f"{not_finite(checked)}: the weights are as after step {step - self.in_a_row}, and checkpoints "
+                    f"intact; the batch was {checked['batch']}"
+                )
 
     def check(self, numbers: dict) -> dict:
         """Report a step that went wrong, and return its `batch`; otherwise nothing."""
@@ -71,12 +77,11 @@ class Health:
         limit = self.limit()
         loss = numbers["loss"]
         step = numbers["step"]
+        problem = ""
         if numbers["skipped"]:
             problem = f"skipped, as {not_finite(numbers)}"
         elif loss > limit:
             problem = f"loss={loss:.4g} is a spike, above {limit:.4g}"
-        else:
-            problem = ""
         if math.isfinite(loss):
             self.losses.append(loss)
         if not problem:
@@ -84,14 +89,6 @@ class Health:
         origin = self.batch(step)
         self.say(f"step {step}: {problem}; {origin}")
         return {"batch": origin}
-
-    def verdict(self, numbers: dict) -> str:
-        step = numbers["step"]
-        return (
-            f"step {step} is number {self.in_a_row} in a row to be skipped (optim.max_skipped), as "
-            f"{not_finite(numbers)}: the weights are as after step {step - self.in_a_row}, and checkpoints intact; "
-            f"the batch was {numbers['batch']}"
-        )
 
     def limit(self) -> float:
         """Return the loss above which it is a spike; infinite with too few losses to judge by."""

@@ -18,9 +18,8 @@ def context_faults(config: Config) -> Faults:
     model = config.model.config
     length = config.batch.seq_len
     groups = model.mamba_n_groups
-    ranks = p.cp * p.tp
     yield (
-        "M" in model.layer_pattern and groups % ranks,
+        "M" in model.layer_pattern and groups % (p.cp * p.tp),
         f"parallel.cp={p.cp} x tp={p.tp} does not divide mamba_n_groups={groups} "
         f"(use cp={alternatives(divisors(groups // p.tp))})",
     )

@@ -111,7 +111,14 @@ class Run:
                 model, tokenizer, config.rollout, most_samples(config, replicas), longest
             )
             self.worker = RolloutWorker(
-                config, sampler, tokenizer, ends, reward, replica, replicas, samplers
+                config,
+                sampler,
+                tokenizer,
+                ends,
+                reward,
+                replica,
+                replicas,
+                samplers,
             )
         kept = {}
         lost = {}
@@ -162,8 +169,7 @@ class Run:
         grpo = self.config.grpo
         if self.policy:
             if self.folder is not None:
-                names = ("loss", "tokens_per_sec", "reward")
-                first, last = resume(self.checkpointer, self.config, self.policy.trainer, *names)
+                first, last = resume(self.checkpointer, self.config, self.policy.trainer)
             if not first:
                 self.policy.warm_up(self.problems)
             # adapters diverge from the model without them

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from operator import attrgetter
 from pathlib import Path
 
 from torch.distributed import ProcessGroup
@@ -52,7 +53,4 @@ def read_rollouts(file: Path) -> list[Group]:
         raise InputError(
             f"{file} does not hold the responses that the next step is to train on: {error}"
         ) from error
-    groups: dict[int, Group] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
-    return list(groups.values())
+    return [list(group) for _, group in itertools.groupby(rollouts, attrgetter("group"))]

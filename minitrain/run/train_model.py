@@ -87,8 +87,7 @@ class RowsTask:
         self.averaged = partial(averaged_weights, self.trainer.model, self.trainer.optimizer)
         # one rank writes what all draw
         self.draw = partial(draw_shapes, self.trainer.model, write=dist.get_rank() == 0)
-        names = ("loss", "tokens_per_sec", "tokens")
-        self.first, self.last = resume(self.checkpointer, config, self.trainer, *names)
+        self.first, self.last = resume(self.checkpointer, config, self.trainer)
         self.notes = check_averages(self.trainer.optimizer, config.optim, self.first)
 
     def about(self) -> Iterator[str]:
