@@ -25,7 +25,7 @@ from minitrain.run.rendezvous import env_int
 
 PACKAGE = Path(__file__).parents[1]
 # files whose collectives say nothing of what was waited for
-WAITING_FOR_CALLERS = ("agreement.py", "mesh.py")
+WAITING_FOR_CALLERS = ("agreement.py", "collectives.py")
 
 
 @contextmanager

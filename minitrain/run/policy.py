@@ -111,14 +111,7 @@ class Run:
                 model, tokenizer, config.rollout, most_samples(config, replicas), longest
             )
             self.worker = RolloutWorker(
-                config,
-                sampler,
-                tokenizer,
-                ends,
-                reward,
-                replica,
-                replicas,
-                samplers,
+                config, sampler, tokenizer, ends, reward, replica, replicas, samplers
             )
         kept = {}
         lost = {}
