@@ -5,6 +5,7 @@ A goal that is not reached yet stands as a ratchet, `(measured, goal)`: lower th
 
 import ast
 import io
+import re
 import tokenize
 from pathlib import Path
 
@@ -119,3 +120,96 @@ def test_functions_and_files_are_short():
     assert not [n.name for n in functions if n.end_lineno - n.lineno >= 60]
     lengths = [len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in TREES]
     assert sum(length > 400 for length in lengths) <= LONG_FILES[0]
+
+
+# Names of torch that are private, as of 2.13 without a public equivalent: why, and the files that may say them.
+# Operators have private names where public functions call them: `torch.ops`.
+PRIVATE = {
+    "Mamba-2's gate in fp32": ({"_functorch"}, {"parallel/compiling.py"}),
+    "a compiled block's side effects while it recomputes": ({"_dynamo"}, {"parallel/recompute.py"}),
+    "a size that grows with every step": ({"_dynamo"}, {"rollout/compiled.py"}),
+    "what the compiler has done": ({"_dynamo"}, {"bench/measure.py"}),
+    "a process that starts with the compiler": ({"_inductor"}, {"simulator/tracers.py"}),
+    "a graph that is called without kernels": ({"_dynamo"}, {"simulator/fake_world.py"}),
+    "the sampler calls blocks that the trainer has compiled": ({"_compiled_call_impl"}, {"rollout/weights.py"}),
+    "more than calling `forward`: hooks": (
+        {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"},
+        {"models/layers.py"},
+    ),
+    "nn.Module calls it to cast: parameters and a buffer that stay in fp32": (
+        {"_apply"},
+        {"models/layers.py", "models/router.py"},
+    ),
+    "autograd is running: a second forward pass": ({"_C", "_current_graph_task_id"}, {"models/router.py"}),
+    "a subclass that is one for FSDP alone, whose shard is asked for by identity and version": (
+        {"_C", "_local_tensor", "_version"},
+        {"parallel/fsdp_fp8.py"},
+    ),
+    "F.scaled_mm is another operator": ({"_scaled_mm"}, {"models/fp8.py"}),
+    "one kernel for all gradients, in fp32": ({"_foreach_norm", "_foreach_mul_"}, {"training/optim.py"}),
+    "collectives that compile": ({"_functional_collectives", "_c10d_functional"}, {"parallel/collectives.py"}),
+    "one mesh dimension out of several": ({"_flatten"}, {"parallel/mesh.py"}),
+    "where a shard begins": ({"_utils"}, {"parallel/shards.py"}),
+    "FSDP's hooks, and its gradients before they are reduced": (
+        {
+            "_fully_shard", "_fsdp_param", "_get_grad_inner_tensor", "_get_fsdp_state", "_fsdp_param_group",
+            "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle",
+            "_partial_reduce_output",
+        },
+        {"parallel/fsdp.py"},
+    ),
+    "pipelining: actions, sends and shapes": (
+        {
+            "_schedule_visualizer", "_batch_p2p", "_get_init_p2p_neighbors_ops", "_utils", "_inference_mode",
+            "_warmup_p2p",
+        },
+        {"parallel/pipeline_stage.py"},
+    ),
+    "the process group's store and groups": ({"_get_default_store", "_world"}, {"run/rendezvous.py"}),
+    "which collective hangs": ({"_C", "_distributed_c10d", "_dump_fr_trace_json"}, {"run/failures.py"}),
+    "documented under these names": (
+        {"_record_memory_history", "_dump_snapshot"},
+        {"run/profiling.py"},
+    ),
+    "a logger's name": ({"_redistribute"}, {"run/launch.py"}),
+    "below autograd: operators, their schemas and storages": (
+        {"_ops", "_pytree", "_schema", "_cdata"},
+        {"simulator/operators.py"},
+    ),
+    "below autograd: the dispatch mode, and where DTensor infers shapes": (
+        {"_python_dispatch", "_sharding_prop", "_propagate_tensor_meta_non_cached"},
+        {"simulator/trace.py"},
+    ),
+    "fake tensors and the fake process group": (
+        {"_subclasses", "_internal"},
+        {"simulator/fake_world.py"},
+    ),
+}  # fmt: skip
+OF_PYTHON = {"_replace", "_asdict", "_exit"}
+
+
+def private_names(tree: ast.AST, own: set[str]) -> set[str]:
+    """Return the private parts of torch's names in a file. own: private names that the package itself defines."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant):
+            found.add(str(node.value))
+        elif isinstance(node, ast.Attribute) and node.attr not in own:
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "_ops", "aten", "torch.ops.aten", "torch.ops.mkldnn"):
+                found.add(f"torch.{node.attr}")
+    found = {name for name in found if name.startswith("torch.") or name == "_compiled_call_impl"}
+    return {part for name in found for part in name.split(".") if re.match("_[a-zA-Z]", part)} - OF_PYTHON
+
+
+def test_private_names_of_torch_stand_in_one_file_for_each_reason():
+    allowed = {(f"minitrain/{file}", name) for names, files in PRIVATE.values() for file in files for name in names}
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)} - {name for _, name in allowed}
+    used = {(file.as_posix(), name) for file, tree in TREES.items() for name in private_names(tree, own)}
+    assert not used - allowed, "say why in PRIVATE, or use a public name"
+    assert not allowed - used, "not used any more"

@@ -146,6 +146,11 @@ def _(x_shape: torch.Size, weight_shape: torch.Size, *_, **__) -> int:
     return 2 * x_shape.numel() * weight_shape[0]
 
 
+def pack(weight: Tensor) -> Tensor:
+    """Return a weight [out, in] in oneDNN's own layout, for `onednn_linear`: no public name."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
 def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
     """Compute F.grouped_mm, one product after the other. ends: the end of each group's rows.
 

@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-_ops = torch.ops._c10d_functional
+operators = torch.ops._c10d_functional
 # torch 2.11 knows only the second name, later versions warn about it
 _all_gather = (
     getattr(functional, "all_gather_single_autograd", None)
@@ -50,7 +50,7 @@ def all_to_all(
 
 def all_reduce(x: Tensor, op: str, name: str) -> Tensor:
     """Reduce x [...] over ranks by `op` ("sum", "max"), in x's shape. Without a gradient."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, name))
+    return operators.wait_tensor(operators.all_reduce(x.contiguous(), op, name))
 
 
 # torch's operators gather and scatter along dim 0. With a batch of 1, usual for long sequences,
@@ -62,10 +62,10 @@ def all_gather(x: Tensor, size: int, name: str) -> Tensor:
     batch, length, width = x.shape
     if batch > 1:
         # [size x batch, seq / size, width]
-        gathered = _ops.all_gather_into_tensor(x.contiguous(), size, name)
-        return torch.cat(_ops.wait_tensor(gathered).split(batch), dim=1)
-    gathered = _ops.all_gather_into_tensor(x.contiguous().view(length, width), size, name)
-    return _ops.wait_tensor(gathered).view(1, size * length, width)
+        gathered = operators.all_gather_into_tensor(x.contiguous(), size, name)
+        return torch.cat(operators.wait_tensor(gathered).split(batch), dim=1)
+    gathered = operators.all_gather_into_tensor(x.contiguous().view(length, width), size, name)
+    return operators.wait_tensor(gathered).view(1, size * length, width)
 
 
 def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
@@ -77,9 +77,9 @@ def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
     if batch > 1:
         # [size x batch, seq / size, width]
         parts = torch.cat(x.split(length // size, dim=1))
-        return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, name))
+        return operators.wait_tensor(operators.reduce_scatter_tensor(parts, "sum", size, name))
     parts = x.contiguous().view(length, width)
-    total = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", size, name))
+    total = operators.wait_tensor(operators.reduce_scatter_tensor(parts, "sum", size, name))
     # not registered as a view: FSDP warns of those where a pipeline's first stage is the embedding
     # and returns this
     return torch.ops.aten._unsafe_view(total, (1, length // size, width))

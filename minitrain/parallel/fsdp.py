@@ -17,6 +17,7 @@ a parameter in fp32, put it into such a module and read it from there.
 Source: ZeRO (Rajbhandari et al. 2020).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -170,6 +171,18 @@ def widest_dimension(parameter: Parameter, ranks: int) -> Shard:
     return Shard(
         max(range(1, parameter.ndim), key=lambda dim: (shape[dim] % ranks == 0, shape[dim]))
     )
+
+
+def unreduced_gradients(model: Module) -> Iterator[Tensor | None]:
+    """Yield gradients [...] that FSDP keeps, not reduced yet or not over replicas; None for others."""
+    for module in model.modules():
+        # no public name says what it keeps
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
+        if group is not None:
+            yield group._partial_reduce_output
+            yield from (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
 
 
 def reshard(model: Module) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+
+# the simulator replays these
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # noqa: F401
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _batch_p2p
 
 

@@ -32,9 +32,9 @@ from torch.utils.checkpoint import (
 )
 
 from minitrain.models.layers import set_variant
+from minitrain.parallel.collectives import operators as collectives
 
 _ops = torch.ops.aten
-_collectives = torch.ops._c10d_functional
 ATTENTION = {
     _ops._scaled_dot_product_cudnn_attention.default,
     _ops._scaled_dot_product_flash_attention.default,
@@ -48,8 +48,8 @@ EXPENSIVE = {
     _ops.bmm.default,
     _ops._grouped_mm.default,
     _ops._scaled_mm.default,
-    _collectives.all_to_all_single.default,
-    _collectives.reduce_scatter_tensor.default,
+    collectives.all_to_all_single.default,
+    collectives.reduce_scatter_tensor.default,
 }
 # matrix products that files of models/ register as operators, when imported
 OWN_PRODUCTS = ("add_product", "onednn_linear", "grouped_mm", "linear_fp32", "scaled_mm")

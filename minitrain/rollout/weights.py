@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain.models.layers import base_class
-from minitrain.models.onednn import OnednnLinear
+from minitrain.models.onednn import OnednnLinear, pack
 
 # elements below which matrices are not packed: 1 MiB
 MIN_PACKED_ELEMENTS = 1 << 18
@@ -122,10 +122,12 @@ class SamplerWeights:
             if small or any(w.device.type != "cpu" or w.dtype != torch.float32 for w in weights):
                 self.packed[owner] = None
             else:
-                # torch has no public function for it (2.13)
-                packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights))
                 bias = None if biases[0] is None else torch.cat(biases)
-                self.packed[owner] = packed, bias, [len(weight) for weight in weights]
+                self.packed[owner] = (
+                    pack(torch.cat(weights)),
+                    bias,
+                    [len(weight) for weight in weights],
+                )
         return self.packed.get(owner)
 
 

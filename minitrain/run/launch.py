@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch.nn import Module
 
 from minitrain.errors import InputError
@@ -25,8 +24,10 @@ from minitrain.run import watch
 from minitrain.run.config import to_dict
 from minitrain.run.parallel_checks import check_layout
 from minitrain.run.rendezvous import (
+    all_groups,
     allow_open_files,
     check_device_type,
+    default_store,
     env_int,
     join_store,
     world_size,
@@ -178,9 +179,8 @@ def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = Non
     A group that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is
     made with another.
     """
-    # neither has a public name
-    for group in groups or list(c10d._world.pg_map):
-        c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    for group in groups or all_groups():
+        group.set_timeout(timedelta(seconds=seconds))
 
 
 def wait_for_ever() -> None:
@@ -190,7 +190,7 @@ def wait_for_ever() -> None:
     for these two.
     """
     set_timeout(FOR_EVER.total_seconds())
-    c10d._get_default_store().set_timeout(FOR_EVER)
+    default_store().set_timeout(FOR_EVER)
 
 
 def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:

@@ -31,12 +31,10 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _get_default_store,  # no public name; the one that torchrun's ranks share
-)
 
 from minitrain.errors import tell_torchrun
 from minitrain.parallel.agreement import broadcast, broadcast_flag
+from minitrain.run.rendezvous import default_store
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
@@ -66,7 +64,7 @@ def until_signal() -> Iterator[Callable[[], str]]:
     the same place.
     """
     # one for each run
-    store = _get_default_store()
+    store = default_store()
     name = f"minitrain/signal/{broadcast(secrets.token_hex(8))}"
     # torchrun passes on what the terminal sends to all: that is no second Ctrl-C
     echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
@@ -148,12 +146,12 @@ class Watch:
         )
         # a connection without it is not from one of our ranks
         self.key = secrets.token_hex(8)
-        _get_default_store().set("minitrain/watch", f"{server.getsockname()[1]} {self.key}")
+        default_store().set("minitrain/watch", f"{server.getsockname()[1]} {self.key}")
         return server
 
     def join(self) -> None:
         """Connect to rank 0. Where that cannot be reached so, this rank goes unwatched."""
-        port, key = _get_default_store().get("minitrain/watch").decode().split()
+        port, key = default_store().get("minitrain/watch").decode().split()
         host = os.environ.get("MASTER_ADDR", "localhost")
         try:
             connection = socket.create_connection((host, int(port)), timeout=10)
@@ -279,7 +277,7 @@ def say_once(line: str) -> None:
 
     The others return once that is done.
     """
-    store = _get_default_store()
+    store = default_store()
     name = f"minitrain/said/{line}"
     done = f"{name}/done"
     try:

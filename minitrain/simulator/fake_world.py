@@ -16,7 +16,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from unittest.mock import patch
 
 import torch
@@ -233,7 +233,7 @@ def stand_ins(visible: float | None) -> Iterator[None]:
         patch.object(shards, OFFSETS, without_fake_tensors(getattr(shards, OFFSETS))),
         patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor),
         patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)),
-        patch.object(Module, "compile", compile_without_kernels),
+        patch.object(Module, "compile", partialmethod(compile_without_kernels, Module.compile)),
         patch("torch._dynamo.backends.debugging.boxed_nop", RepeatedGraph),
     ]
     if visible is not None:
@@ -274,10 +274,10 @@ def as_strided_unless_placeholder(
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 
 
-def compile_without_kernels(module: Module, options: dict | None = None, **others) -> None:
-    module._compiled_call_impl = torch.compile(
-        module._call_impl, backend="aot_eager_decomp_partition", **others
-    )
+def compile_without_kernels(
+    module: Module, compile_module: Callable, options: dict | None = None, **others
+) -> None:
+    compile_module(module, backend="aot_eager_decomp_partition", **others)
 
 
 def make_optimizer_states(trainer: Trainer) -> None:

@@ -6,9 +6,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
+from minitrain.models.layers import set_variant
+from minitrain.parallel.fsdp import unreduced_gradients
 from minitrain.parallel.pipeline_stage import Stage
 from minitrain.parallel.shards import to_local
 from minitrain.simulator.trace import Tracer
@@ -52,17 +53,14 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
     """
     loss = trainer.objective.loss
     update = trainer.optimizer.step
-    modules = list(trainer.model.modules())
-    units = [m._get_fsdp_state()._fsdp_param_group for m in modules if isinstance(m, FSDPModule)]
-    fp8 = {shards for m in modules for shards, _ in getattr(m, "shards", {}).values()}
+    fp8 = {
+        shards for m in trainer.model.modules() for shards, _ in getattr(m, "shards", {}).values()
+    }
 
     @torch.no_grad()  # where a DTensor hands out its local tensor as it is
     def count_lasting() -> None:
         tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
-        # gradients that are not reduced yet, or not over replicas
-        for unit in filter(None, units):
-            whole = (p.unsharded_accumulated_grad for p in unit.fsdp_params)
-            tracer.hold(parts([unit._partial_reduce_output, *whole]), "gradients")
+        tracer.hold(parts(unreduced_gradients(trainer.model)), "gradients")
         for kept in fp8:
             tracer.hold(
                 (part for pair in filter(None, kept.shards) for part in pair), "parameters"
@@ -94,20 +92,20 @@ def mark_blocks(model: Module, tracer: Tracer) -> None:
     def note(name: str | None) -> None:
         tracer.trace.blocks.append((len(tracer.trace.events), name))
 
-    def noted(call: Callable, name: str) -> Callable:
-        def run(*args, **kwargs):
-            note(name)
-            out = call(*args, **kwargs)
-            note(None)
-            if out.requires_grad:
-                out.register_hook(lambda gradient: note(name))
-            return out
+    def noted(kind: type, name: str) -> type:
+        class Noted(kind):
+            # outside what is compiled
+            def __call__(self, *args, **kwargs):
+                note(name)
+                out = super().__call__(*args, **kwargs)
+                note(None)
+                if out.requires_grad:
+                    out.register_hook(lambda gradient: note(name))
+                return out
 
-        return run
+        return Noted
 
     blocks = [block for part in model.modules() for block in getattr(part, "blocks", ())]
     for name, module in model.named_modules():
         if module in blocks:
-            # outside what is compiled
-            call = module._compiled_call_impl or module._call_impl
-            module._compiled_call_impl = noted(call, name)
+            set_variant(module, noted(type(module), name))

@@ -31,12 +31,16 @@ ROWS_READ = (
 ALLOCATING = ("set_", "resize_", "_unsafe_view", "_reshape_alias")
 
 
-def wrapped_operator(op: HigherOrderOperator, args: tuple) -> tuple[OpOverload, tuple]:
-    """Return the operator that a higher-order one runs, with its arguments.
+def wrapped_operator(
+    op: HigherOrderOperator | OpOverload, args: tuple
+) -> tuple[OpOverload, tuple]:
+    """Return the operator that a higher-order one runs, with its arguments; others as they are.
 
     Recomputation wraps operators that draw random numbers: it saves the random state, or gives it
     back (run_and_save_rng_state).
     """
+    if not isinstance(op, HigherOrderOperator):
+        return op, args
     places = [place for place, value in enumerate(args) if isinstance(value, OpOverload)]
     if len(places) != 1:
         raise InputError(
@@ -57,8 +61,18 @@ def is_allocation(name: str) -> bool:
     return name.startswith(("empty", "new_empty")) or name in ALLOCATING
 
 
-def tensors(tree) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+def tensors(tree, kind: type = Tensor) -> list:
+    """Return the tensors in nested lists, tuples and dicts, or what else is of a `kind`."""
+    return [x for x in tree_leaves(tree) if isinstance(x, kind)]
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage object; that of its data is 0 where tensors are fake."""
+    return storage._cdata
+
+
+def argument_names(op: OpOverload) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
 
 
 def written_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -81,7 +95,7 @@ def traffic(tensor: Tensor) -> int:
 
 def operator_work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
     """Return an Event's kind, its FLOPs, and its sizes if these matter."""
-    packet = op._overloadpacket
+    packet = op.overloadpacket
     if packet in FACTORS:
         # [..., m, k] and [..., k, n]
         a, b = FACTORS[packet](*args)

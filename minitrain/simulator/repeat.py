@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from minitrain.simulator.operators import tensors
+from minitrain.simulator.operators import storage_address, tensors
 from minitrain.simulator.trace import Tracer
 
 
@@ -152,7 +152,7 @@ class _Steps(Interpreter):
 
 
 def addresses(value) -> set[int]:
-    return {x.untyped_storage()._cdata for x in tensors(value)}
+    return {storage_address(x.untyped_storage()) for x in tensors(value)}
 
 
 def layout(x) -> tuple:

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# no public name
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from minitrain.parallel.pipeline_stage import get_schedule_ops
 
 # torch's names and letters; the zero-bubble papers write B for I
 KIND_LETTERS = {

@@ -18,26 +18,22 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# no public name
-from torch._ops import HigherOrderOperator
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-# no public function finds a group by its name
-from torch.distributed.distributed_c10d import _resolve_process_group
-
-# no public name tells into which tensors FSDP gathers
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+
+# no public name tells where DTensor infers shapes, and none is below autograd
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from minitrain.parallel.collectives import functional
+from minitrain.parallel.fsdp import FSDPParam
+from minitrain.run.rendezvous import all_groups
 from minitrain.simulator.operators import (
     ROWS_READ,
+    argument_names,
     is_allocation,
     is_free,
     operator_work,
+    storage_address,
     tensors,
     traffic,
     wrapped_operator,
@@ -181,9 +177,9 @@ class Tracer(TorchDispatchMode):
         A storage not seen before counts as `kind` from now until it is freed.
         """
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.numbers:
+        if storage_address(storage) not in self.numbers:
             self.adopt(tensor, self.new_number(kind))
-        number = self.numbers[storage._cdata]
+        number = self.numbers[storage_address(storage)]
         self.resize(number, storage.nbytes())
         return number
 
@@ -197,8 +193,8 @@ class Tracer(TorchDispatchMode):
     def adopt(self, tensor: Tensor, number: int) -> None:
         """Give this tensor's storage a number, for as long as the storage lives. tensor: [...]."""
         storage = tensor.untyped_storage()
-        self.numbers[storage._cdata] = number
-        weakref.finalize(storage, self.forget, number, storage._cdata)
+        self.numbers[storage_address(storage)] = number
+        weakref.finalize(storage, self.forget, number, storage_address(storage))
 
     def resize(self, number: int, size: int) -> None:
         before, kind = self.sizes[number]
@@ -235,8 +231,8 @@ class Tracer(TorchDispatchMode):
         def resize_and_count(storage, size):
             """Follow FSDP2, which frees and allocates gathered weights by resizing storages."""
             result = resize(storage, size)
-            if storage._cdata in self.numbers:
-                number = self.numbers[storage._cdata]
+            if storage_address(storage) in self.numbers:
+                number = self.numbers[storage_address(storage)]
                 if size == 0:
                     self.trace.died[number] = len(self.trace.events) - 1
                 elif self.sizes[number][0] == 0:
@@ -292,17 +288,16 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.muted or op is torch.ops.prim.device.default:
             return op(*args, **kwargs)
-        if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
+        if any(issubclass(t, DTensor | functional.AsyncCollectiveTensor) for t in types):
             # they unwrap themselves, and their inner operators come back here
             return NotImplemented
         if op is torch.ops.higher_order.auto_functionalized_v2:
             return self.in_place(*args, **kwargs)
         out = op(*args, **kwargs)
-        if isinstance(op, HigherOrderOperator):
-            op, args = wrapped_operator(op, args)
+        op, args = wrapped_operator(op, args)
         if is_free(op):
             return out
-        name = op._overloadpacket.__name__
+        name = op.overloadpacket.__name__
         inputs = tensors((args, kwargs))
         outputs = tensors(out)
         if op.namespace in COLLECTIVES:
@@ -321,10 +316,9 @@ class Tracer(TorchDispatchMode):
         Until the compiler writes kernels, a graph holds it as one that returns a new tensor. The
         kernel that it becomes changes its argument: so it is recorded.
         """
-        names = [argument.name for argument in op._schema.arguments]
         args = [
             kwargs[name] if name in kwargs else _all_bases[kwargs[f"_{name}_base_index"]]
-            for name in names
+            for name in argument_names(op)
         ]
         return self.__torch_dispatch__(op, (), args), *_all_bases
 
@@ -376,17 +370,15 @@ class Tracer(TorchDispatchMode):
 
         A group that no mesh has (a flattened one, the world) gets the dimension `others`.
         """
-        boxed = [value for value in tree_leaves(args) if isinstance(value, torch.ScriptObject)]
+        boxed = tensors(args, torch.ScriptObject)
         # an operator of c10d has the group itself, a functional collective its name as last string
         if boxed:
             name = dist.ProcessGroup.unbox(boxed[0]).group_name
         else:
-            name = [value for value in tree_leaves(args) if isinstance(value, str)][-1]
+            name = tensors(args, str)[-1]
         if name not in self.trace.groups:
-            self.trace.groups[name] = (
-                ["others"],
-                dist.get_process_group_ranks(_resolve_process_group(name)),
-            )
+            group = next(group for group in all_groups() if group.group_name == name)
+            self.trace.groups[name] = ["others"], dist.get_process_group_ranks(group)
         return name
 
     def dimension_of(self, group: str, functional: bool) -> str:
