@@ -182,14 +182,12 @@ def plan(
 
 def regions_of(wanted: Box, held: dict[Box, list[int]]) -> list[tuple[list[int], Box, int]]:
     """Return the regions of a box that some ranks hold, each as (ranks, region, volume)."""
-    common = [(ranks, overlap(box, wanted)) for box, ranks in held.items()]
-    return [(ranks, box, volume(box)) for ranks, box in common if box is not None]
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes; None if it is empty."""
-    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
-    return common if all(first < end for first, end in common) else None
+    regions = []
+    for box, ranks in held.items():
+        common = tuple((max(a), min(b)) for a, b in map(zip, box, wanted))
+        if all(first < end for first, end in common):
+            regions.append((ranks, common, volume(common)))
+    return regions
 
 
 def volume(box: Box) -> int:

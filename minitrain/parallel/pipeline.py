@@ -43,7 +43,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.nn import Module
 
@@ -217,10 +216,6 @@ class Pipeline(nn.Module):
 
     # --- evaluation: forward passes alone
 
-    def evaluate(self, objective, batches: list[MicroBatch]) -> Tensor:
-        """Return the sum of the micro-batches' losses, [], on every rank."""
-        return self.total(self.outputs(objective, batches))
-
     @torch.no_grad()
     def outputs(self, objective, batches: list[MicroBatch]) -> list[Tensor]:
         """Return the objective's results by micro-batch on the last stage's rank, [] elsewhere.
@@ -239,10 +234,6 @@ class Pipeline(nn.Module):
             if self.count - 1 in outputs:
                 results.append(outputs.pop(self.count - 1))
             inputs = self.exchange(outputs, [n for n in self.running(step + 1) if n > 0])
-        # without a backward pass FSDP would keep what it has gathered
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
         return results
 
     def running(self, step: int) -> list[int]:

@@ -17,9 +17,17 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from minitrain.errors import InputError
+
+# neither has a public name: the store that all ranks of the process group share, and a function
+# that returns the groups that this process is in
+default_store = _get_default_store
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    return list(_world.pg_map)
 
 
 def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
@@ -49,17 +57,6 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         where = f"rank {env_int('RANK')} cannot meet the others at {os.environ['MASTER_ADDR']}:{env_int('MASTER_PORT')}"
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
     return store, rank, world
-
-
-# neither has a public name
-def default_store() -> dist.Store:
-    """Return the store that all ranks of the process group share."""
-    return c10d._get_default_store()
-
-
-def all_groups() -> list[dist.ProcessGroup]:
-    """Return the groups that this process has made, and is in."""
-    return list(c10d._world.pg_map)
 
 
 def env_int(name: str, otherwise: int = 0) -> int:

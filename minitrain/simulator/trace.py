@@ -177,9 +177,10 @@ class Tracer(TorchDispatchMode):
         A storage not seen before counts as `kind` from now until it is freed.
         """
         storage = tensor.untyped_storage()
-        if storage_address(storage) not in self.numbers:
+        address = storage_address(storage)
+        if address not in self.numbers:
             self.adopt(tensor, self.new_number(kind))
-        number = self.numbers[storage_address(storage)]
+        number = self.numbers[address]
         self.resize(number, storage.nbytes())
         return number
 
@@ -193,8 +194,9 @@ class Tracer(TorchDispatchMode):
     def adopt(self, tensor: Tensor, number: int) -> None:
         """Give this tensor's storage a number, for as long as the storage lives. tensor: [...]."""
         storage = tensor.untyped_storage()
-        self.numbers[storage_address(storage)] = number
-        weakref.finalize(storage, self.forget, number, storage_address(storage))
+        address = storage_address(storage)
+        self.numbers[address] = number
+        weakref.finalize(storage, self.forget, number, address)
 
     def resize(self, number: int, size: int) -> None:
         before, kind = self.sizes[number]

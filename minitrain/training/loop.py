@@ -114,8 +114,9 @@ class Trainer:
         model = model or self.model
         inputs = [to_device(batch, self.device) for batch in batches]
         if isinstance(model, Pipeline):
-            return model.outputs(objective, inputs)
-        results = [objective.loss(model, batch) for batch in inputs]
+            results = model.outputs(objective, inputs)
+        else:
+            results = [objective.loss(model, batch) for batch in inputs]
         reshard(model)
         return results
 
@@ -143,11 +144,9 @@ class Trainer:
                 return None
             micro_batches = self.micro_batches(dataset, step, rows_once)
             count += sum(map(self.objective.count, micro_batches))
-            inputs = [to_device(batch, self.device) for batch in micro_batches]
-            if isinstance(self.model, Pipeline):
-                total += self.model.evaluate(self.objective, inputs)
-            else:
-                total += sum(self.objective.loss(self.model, batch) for batch in inputs)
+            total += sum(self.outputs(self.objective, micro_batches))
+        # of a pipeline, the last stage has it
+        sum_over(self.meshes.pp, total)
         # one all-reduce for both, [2]
         sums = torch.stack([total, torch.full_like(total, count)])
         total, count = sum_over(self.meshes.loss, sums).tolist()
