@@ -10,7 +10,6 @@ import os
 import re
 from datetime import date
 from html import escape
-from itertools import groupby
 from pathlib import Path
 from string import Template
 from urllib.parse import quote
@@ -337,10 +336,7 @@ def draw_lanes(lanes: list[str]) -> str:
 def path(lane: str, kind: str, top: int, color: str) -> str:
     """Draw all boxes of one kind in a lane."""
     boxes = ""
-    place = 0
-    for letter, run in groupby(lane):
-        length = len(list(run))
-        if letter == kind:
-            boxes += f"M{40 + place} {top}h{length}v{LANE}h-{length}z"
-        place += length
+    for run in re.finditer(f"{kind}+", lane):
+        length = len(run[0])
+        boxes += f"M{40 + run.start()} {top}h{length}v{LANE}h-{length}z"
     return f'<path class="{color}" d="{boxes}"/>'

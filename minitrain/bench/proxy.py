@@ -15,12 +15,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from minitrain.bench.measure import (
-    placed,
-    published_step_time,
-    rates,
-    token_flops,
-)
+from minitrain.bench.measure import placed, published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config_checks import validate
@@ -65,18 +60,16 @@ def make_proxy(config: Config, layers: int) -> Config:
     check_layout(config, stated_ranks(config))
     rows = config.batch.micro * min(MICRO_BATCHES, micro_batches(config))
     p = config.parallel
-    kept = {
-        name: getattr(p, name)
-        for name in (
-            "reshard_after_forward",
-            "reduce",
-            "prefetch",
-        )
-    }
+    alone = Parallel(
+        dp_shard=1,
+        reshard_after_forward=p.reshard_after_forward,
+        reduce=p.reduce,
+        prefetch=p.prefetch,
+    )
     proxy = replace(
         cut_layers(config, layers),
         batch=replace(config.batch, global_=rows),
-        parallel=Parallel(dp_shard=1, **kept),
+        parallel=alone,
         reference=config.reference | {"changed": ["model.num_layers", "parallel"]},
     )
     validate(proxy)

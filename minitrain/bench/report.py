@@ -60,19 +60,19 @@ def need_rates(where: str, outcome: dict) -> None:
 WIDTH = 100  # columns of a terminal
 NAMES = ("row", "settings", "machine")  # columns of text
 UNITS = {  # from large to small, each with its size
-    "s": (
-        ("s", 1.0),
-        ("ms", 1e-3),
-        ("us", 1e-6),
-    ),
-    "GiB": (
-        ("GiB", 1.0),
-        ("MiB", 2**-10),
-    ),
-    "TFLOP/s": (
-        ("TFLOP/s", 1.0),
-        ("GFLOP/s", 1e-3),
-    ),
+    "s": {
+        "s": 1.0,
+        "ms": 1e-3,
+        "us": 1e-6,
+    },
+    "GiB": {
+        "GiB": 1.0,
+        "MiB": 2**-10,
+    },
+    "TFLOP/s": {
+        "TFLOP/s": 1.0,
+        "GFLOP/s": 1e-3,
+    },
 }
 
 RARE = (  # of --wide: name, unit and key
@@ -105,9 +105,11 @@ def column(results: list[dict], key: str, form: str) -> list[str]:
 def sized(name: str, unit: str, results: list[dict], key: str) -> dict[str, list[str]]:
     """Return a column of figures in the unit that suits the largest of them."""
     values = [result.get(key) or 0.0 for result in results]
+    largest = max(values, default=0.0)
     sizes = UNITS[unit]
-    fitting = [each for each in sizes if max(values, default=0.0) >= each[1]]
-    unit, size = (fitting or sizes[-1:])[0]
+    # or the smallest
+    unit = next((each for each in sizes if largest >= sizes[each]), [*sizes][-1])
+    size = sizes[unit]
     return {f"{name} {unit}".strip(): [f"{x / size:.4g}" if x else "" for x in values]}
 
 

@@ -42,7 +42,9 @@ def write_trace(simulation: Simulation, path: str) -> None:
             told = {"kind": span.kind, "FLOPs": event.flops}
             events.append(box(rank, lanes[span.stream], name, span.begin, span.end, **told))
         for held, at in zip(trace.held, line.at, strict=True):
-            events.append(memory(rank, at, held))
+            kinds = dict(zip(MEMORY_KINDS, held, strict=True))
+            counter = {"ph": "C", "pid": rank, "name": "bytes", "ts": at * MICROSECONDS}
+            events.append(counter | {"args": kinds})
         name = f"rank at place {rank} of the pipeline" if simulation.pipeline else "rank 0"
         shown = f"{simulation.traced} of its {simulation.micro_batches} micro-batches"
         events.append(named("process", f"{name}: {shown}, and the optimizer", rank))
@@ -112,11 +114,6 @@ def shape_of(event: Event) -> str:
         return " x ".join(str(round(size)) for size in event.sizes)
     moved = event.payload or sum(size for _, size in event.reads + event.writes)
     return f"{moved / 2**20:.3g} MiB"
-
-
-def memory(rank: int, when: float, held: tuple[int, ...]) -> dict:
-    kinds = dict(zip(MEMORY_KINDS, held, strict=True))
-    return {"ph": "C", "pid": rank, "name": "bytes", "ts": when * MICROSECONDS, "args": kinds}
 
 
 def box(process: int, lane: int, name: str, begin: float, end: float, **arguments) -> dict:

@@ -52,9 +52,9 @@ def wrapped_operator(
 def is_free(op: OpOverload) -> bool:
     """Return whether it moves nothing: a view, a mark for the profiler, a number read back."""
     infos = [result.alias_info for result in op._schema.returns]
-    is_view = infos and all(info is not None and not info.is_write for info in infos)
-    unseen = op.namespace in ("profiler", "prim") or op.__name__.startswith("_local_scalar")
-    return bool(is_view) or unseen
+    if infos and all(info is not None and not info.is_write for info in infos):
+        return True
+    return op.namespace in ("profiler", "prim") or op.__name__.startswith("_local_scalar")
 
 
 def is_allocation(name: str) -> bool:
