@@ -95,7 +95,7 @@ def test_dispatch_and_experts_equal_a_loop_over_tokens(mlp, bias, load):
     indices = torch.stack([torch.randperm(5 if load == "last expert empty" else 6)[:2] for _ in range(11)])
     if load == "one expert":
         indices, weights = torch.full((11, 1), 3), torch.rand(11, 1, requires_grad=True)
-    found = dispatch(x, indices, weights, experts)
+    found = dispatch(x, indices, weights, experts)()
     expected = loop(x, indices, weights, experts, mlp)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
     inputs = [x, weights, *experts.parameters()]
@@ -107,7 +107,7 @@ def test_dispatch_and_experts_equal_a_loop_over_tokens(mlp, bias, load):
 def test_an_expert_without_tokens_has_gradient_zero():
     experts = fill(Experts(4, HIDDEN, WIDTH, "swiglu", bias=True))
     indices = torch.tensor([[0, 2], [2, 0], [0, 2]])
-    dispatch(torch.randn(3, HIDDEN), indices, torch.rand(3, 2), experts).square().sum().backward()
+    dispatch(torch.randn(3, HIDDEN), indices, torch.rand(3, 2), experts)().square().sum().backward()
     for parameter in experts.parameters():
         assert (parameter.grad[[1, 3]] == 0).all() and (parameter.grad[[0, 2]] != 0).any()
 
@@ -133,7 +133,7 @@ def test_what_a_kernel_leaves_for_an_expert_without_tokens_is_no_gradient(adapte
     x, indices, weights = torch.randn(3, HIDDEN), torch.tensor([[0, 2], [2, 0], [0, 2]]), torch.rand(3, 2)
 
     def gradients():
-        loss = dispatch(x, indices, weights, experts.experts).square().sum()
+        loss = dispatch(x, indices, weights, experts.experts)().square().sum()
         return torch.autograd.grad(loss, parameters)
 
     expected = gradients()
@@ -150,8 +150,8 @@ def test_same_bits_every_time_whatever_order_tokens_come_in():
     x, weights = torch.randn(64, HIDDEN), torch.rand(64, 4)
     indices = torch.rand(64, 8).argsort(dim=-1)[:, :4]
     order = torch.randperm(64)
-    shuffled = dispatch(x[order], indices[order], weights[order], experts)
-    assert torch.equal(dispatch(x, indices, weights, experts)[order], shuffled)
+    shuffled = dispatch(x[order], indices[order], weights[order], experts)()
+    assert torch.equal(dispatch(x, indices, weights, experts)()[order], shuffled)
 
 
 def test_rows_are_sorted_for_as_many_experts_as_a_model_may_have():
@@ -168,7 +168,7 @@ def test_rows_are_sorted_for_as_many_experts_as_a_model_may_have():
     )
     x, weights = torch.randn(3, 4, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64)
     expected = x * (weights * indices).sum(1, keepdim=True)
-    torch.testing.assert_close(dispatch(x, indices, weights, Numbers()), expected)
+    torch.testing.assert_close(dispatch(x, indices, weights, Numbers())(), expected)
 
 
 def test_shared_and_latent_experts_by_hand():
@@ -556,7 +556,7 @@ def test_experts_on_cuda_in_bf16(bias):
     outputs = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         there = copy.deepcopy(experts).to(device, dtype)
-        y = dispatch(x.to(device, dtype), indices.to(device), weights.to(device, dtype), there)
+        y = dispatch(x.to(device, dtype), indices.to(device), weights.to(device, dtype), there)()
         y.float().square().mean().backward()
         outputs.append([y, *(parameter.grad for parameter in there.parameters())])
     for mine, oracle in zip(outputs[1], outputs[0], strict=True):

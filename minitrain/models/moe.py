@@ -15,6 +15,7 @@ experts x channels.
 Left out: capacity limits; expert parallelism, which replaces `MoE.dispatch` (parallel/expert.py).
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,21 +71,23 @@ class MoE(nn.Module):
         indices, weights = self.gate(x, document_ids)
         # [tokens, hidden or latent]
         tokens = self.fc1_latent_proj(x).flatten(0, -2)
-        routed = self.dispatch(tokens, indices, weights.to(x.dtype), self.experts)
-        routed = self.fc2_latent_proj(routed).view_as(x)
-        if self.shared_experts is None:
-            return routed
-        return routed + self.shared_experts(x)
+        finish = self.dispatch(tokens, indices, weights.to(x.dtype), self.experts)
+        # while tokens are sent to the ranks of their experts
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        routed = self.fc2_latent_proj(finish()).view_as(x)
+        return routed if shared is None else routed + shared
 
 
 # --- dispatch and combine
 
 
-def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") -> Tensor:
+def dispatch(
+    x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts"
+) -> Callable[[], Tensor]:
     """Dispatch tokens to `experts`, compute, and combine: the weighted sum over a token's experts.
 
     x: [tokens, hidden]; indices: int [tokens, top_k], of experts; weights: [tokens, top_k].
-    Returns [tokens, hidden].
+    Returns a function that returns it, [tokens, hidden]: between ranks, tokens take time to arrive.
     """
     top_k = indices.shape[1]
     # Number the copies token by token: copy c is of token c // top_k. [tokens x top_k]: the copy in
@@ -100,7 +103,8 @@ def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: "Experts") ->
     rows = Permute.apply(x, tokens, inverse, top_k)
     # the weight of each row's copy
     rows = experts(rows, Permute.apply(weights.flatten(), order, inverse, 1), counts)
-    return Unpermute.apply(rows, tokens, inverse, top_k)
+    combined = Unpermute.apply(rows, tokens, inverse, top_k)
+    return lambda: combined
 
 
 class Permute(torch.autograd.Function):

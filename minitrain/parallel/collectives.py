@@ -9,6 +9,8 @@ versions.
 A collective's `name` is that of its process group, and `size` its number of ranks.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -43,9 +45,48 @@ def all_to_all(
     x: [rows to send, ...], those to rank 0 first. Returns [received rows, ...], rank 0's first.
     receives, sends: numbers of rows by rank; None: equally many for each.
     """
-    if not x.is_floating_point():
-        return functional.all_to_all_single(x, receives, sends, mesh)
-    return functional.all_to_all_single_autograd(x, receives, sends, mesh)
+    if receives is None:
+        receives = sends = [len(x) // mesh.size()] * mesh.size()
+    return start_all_to_all(x, mesh, receives, sends)()
+
+
+def start_all_to_all(
+    x: Tensor, mesh: DeviceMesh, receives: list[int], sends: list[int]
+) -> Callable[[], Tensor]:
+    """Start `all_to_all`, and return a function that waits for its result.
+
+    What is computed between the two calls runs meanwhile. So does its backward pass: the gradients
+    are sent when that reaches the second call, and waited for when it reaches the first.
+    """
+    name = mesh.get_group().group_name
+    coming = _ops.all_to_all_single(x.detach(), receives, sends, name)
+    sent = AwaitGradient.apply(x)
+    return lambda: Arrive.apply(sent, coming, (sends, receives, name))
+
+
+class AwaitGradient(torch.autograd.Function):
+    """The identity on x [...]. Backward waits for the gradient that `Arrive` has sent."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ops.wait_tensor(grad)
+
+
+class Arrive(torch.autograd.Function):
+    """Wait for an all-to-all of `sent`: `coming`, [received rows, ...]. Backward starts it back."""
+
+    @staticmethod
+    def forward(ctx, sent, coming, back):
+        ctx.back = back
+        return _ops.wait_tensor(coming)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _ops.all_to_all_single(grad.contiguous(), *ctx.back), None, None
 
 
 def all_reduce(x: Tensor, op: str, name: str) -> Tensor:

@@ -19,13 +19,16 @@ INDUCTOR = {
 }
 
 
-def compile_blocks(blocks: list[Module], dynamic: bool | None) -> None:
+def compile_blocks(blocks: list[Module], dynamic: bool | None, keep_order: bool) -> None:
     """Compile each block in place, as one graph.
 
     dynamic: compile for varying sizes; None: once a second size occurs.
+    keep_order: run kernels as the program has them. Else the compiler may save memory by another
+        order, which waits for a collective at once.
     """
     torch.compiler.config.recompile_limit = GRAPHS
     # else Mamba-2's gate would be kept in fp32
     torch._functorch.config.ban_recompute_long_fusible_chains = False
+    options = INDUCTOR | {"reorder_for_peak_memory": not keep_order}
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=dynamic, options=INDUCTOR)
+        block.compile(fullgraph=True, dynamic=dynamic, options=options)

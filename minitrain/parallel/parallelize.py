@@ -56,7 +56,9 @@ def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
     recompute(model.blocks, config.recompute, random=bool(config.lora and config.lora.dropout))
     if config.compile:
         # videos vary in length
-        compile_blocks(model.blocks, dynamic=None if config.data.kind == "latents" else False)
+        dynamic = None if config.data.kind == "latents" else False
+        # expert parallelism overlaps its all-to-alls
+        compile_blocks(model.blocks, dynamic, keep_order=meshes.experts is not None)
     # with adapters nothing needs a cast by FSDP: what is frozen has the compute type, and adapters
     # are cast where they are used
     compute_dtype = (

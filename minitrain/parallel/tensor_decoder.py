@@ -121,7 +121,7 @@ def dispatch_to_all(
     indices: Tensor,
     weights: Tensor,
     experts: "Experts",
-) -> Tensor:
+) -> Callable[[], Tensor]:
     """Run `dispatch` on the tokens of all tensor-parallel ranks, and sum the results over ranks.
 
     A rank has some channels of all experts, so it computes one term of each token's result.
@@ -129,7 +129,8 @@ def dispatch_to_all(
     """
     # [tokens x tp, ...]; the collectives take [batch, seq, width], so all tokens are one sequence
     x, indices, weights = (gather(tensor[None])[0] for tensor in (x, indices, weights))
-    return scatter(dispatch(x, indices, weights, experts)[None])[0]
+    finish = dispatch(x, indices, weights, experts)
+    return lambda: scatter(finish()[None])[0]
 
 
 class LocalPositions(nn.Embedding):

@@ -19,10 +19,12 @@ from minitrain.errors import InputError
 from minitrain.formats.hf import save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.moe import Experts
+from minitrain.models.moe import Experts, MoE
 from minitrain.models.moe import dispatch as dispatch_alone
 from minitrain.models.router import Router, balanced_routing
 from minitrain.models.zoo import model_config
+from minitrain.parallel.collectives import start_all_to_all
+from minitrain.parallel.compiling import compile_blocks
 from minitrain.parallel.expert import dispatch_to_ranks, make_size_exchange
 from minitrain.parallel.fsdp import widest_dimension
 from minitrain.parallel.shards import full_tensor
@@ -145,7 +147,7 @@ def dispatch_here(load):
     indices, weights = routing(load, rank)
     get_sizes = make_size_exchange(make_router(), mesh)
     return output_and_gradients(
-        lambda x, weights, experts: dispatch_to_ranks(mesh, get_sizes, x, indices, weights, experts),
+        lambda x, weights, experts: dispatch_to_ranks(mesh, get_sizes, x, indices, weights, experts)(),
         tokens_of(rank), weights, local_experts(rank, ranks), tokens_of(rank) + 1,
     )  # fmt: skip
 
@@ -156,7 +158,7 @@ def test_dispatch(pool, ranks, load):
     indices, weights = (torch.cat(parts) for parts in zip(*(routing(load, rank) for rank in range(ranks)), strict=True))
     x = torch.cat([tokens_of(rank) for rank in range(ranks)])
     expected = output_and_gradients(
-        lambda x, weights, experts: dispatch_alone(x, indices, weights, experts), x, weights, make_experts(), x + 1
+        lambda x, weights, experts: dispatch_alone(x, indices, weights, experts)(), x, weights, make_experts(), x + 1
     )
     results = pool.run(ranks, dispatch_here, load)
     for i, whole_tensor in enumerate(expected):
@@ -189,7 +191,7 @@ def elements_sent(load, fake):
     experts = local_experts(dist.get_rank(), dist.get_world_size())
     x = tokens_of(dist.get_rank()).requires_grad_()
     with Sent(dist.get_rank()) as sent:
-        dispatch_to_ranks(mesh, get_sizes, x, indices, weights.requires_grad_(), experts).sum().backward()
+        dispatch_to_ranks(mesh, get_sizes, x, indices, weights.requires_grad_(), experts)().sum().backward()
     return sent.elements, indices
 
 
@@ -242,7 +244,7 @@ def count_waits(load):
     get_sizes = make_size_exchange(make_router(), mesh)
     with Waits() as waits:
         x = tokens_of(dist.get_rank()).requires_grad_()
-        dispatch_to_ranks(mesh, get_sizes, x, indices, weights, local_experts(0, 2)).sum().backward()
+        dispatch_to_ranks(mesh, get_sizes, x, indices, weights, local_experts(0, 2))().sum().backward()
     return waits.count
 
 
@@ -259,9 +261,64 @@ def test_nothing_waits_with_the_fake_gate():
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
             indices, weights = balanced_routing(TOKENS, TOP_K, EXPERTS, "cpu")
-            output = dispatch_to_ranks(mesh, get_sizes, x, indices, weights.bfloat16(), experts)
+            output = dispatch_to_ranks(mesh, get_sizes, x, indices, weights.bfloat16(), experts)()
             output.sum().backward()
         assert output.shape == x.grad.shape == (TOKENS, WIDTH)
+
+
+def products_in_flight(run):
+    """For each all-to-all of `run`, in order of their ends: the matrix products between its start and its end."""
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    found, flying = [], []
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        if event.name == "_c10d_functional::all_to_all_single":
+            flying.append(0)
+        elif event.name == "_c10d_functional::wait_tensor":
+            found.append(flying.pop(0))
+        elif event.name == "aten::mm":
+            flying = [count + 1 for count in flying]
+    return found
+
+
+def test_the_shared_expert_is_computed_while_rows_are_sent():
+    """Its 3 products, then their 6 gradients; nothing is left to compute while results return, and their gradients."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        moe = MoE(model_config("deepseek-v3-tiny", fake_balanced_gate=True))
+        for parameter in moe.parameters():
+            torch.nn.init.normal_(parameter)
+        for parameter in moe.experts.parameters():
+            parameter.data = parameter.data.chunk(2)[0].clone()
+        moe.dispatch = partial(dispatch_to_ranks, mesh, make_size_exchange(moe.gate, mesh))
+        x = torch.randn(1, 64, 64, requires_grad=True)
+        rows, weights, results = 3, 3, 0
+        assert products_in_flight(lambda: moe(x).sum().backward()) == [rows, weights, results, 0, 6]
+
+
+class Meanwhile(torch.nn.Module):
+    """Two products that are computed while x [rows, in] is on its way."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+        self.up = torch.nn.Linear(64, 256, bias=False)
+        self.down = torch.nn.Linear(256, 64, bias=False)
+
+    def forward(self, x):
+        finish = start_all_to_all(x @ x.T[:, :64], self.mesh, [32, 32], [32, 32])
+        return self.down(self.up(x)) + finish()
+
+
+def test_the_compiler_leaves_what_is_computed_meanwhile_where_it_is():
+    """By its own order, which saves memory, it waits for the gradients at once."""
+    with fake_world(2):
+        module = Meanwhile(init_device_mesh("cpu", (2,)))
+        compile_blocks([module], dynamic=False, keep_order=True)
+        x = torch.randn(64, 64, requires_grad=True)
+        _, gradients = products_in_flight(lambda: module(x).sum().backward())
+        assert gradients >= 3
 
 
 # -------------------------------------------------------------------------------------------------------------- balance
