@@ -44,6 +44,8 @@ def hub_hint(name: str, option: str, kind: str = "") -> str:
 
     kind: further words for the hub's command.
     """
+    if "://" in name:
+        return " (only files on this machine are read: download it)"
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or os.path.exists(
         os.path.dirname(name)
     ):

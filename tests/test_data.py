@@ -26,6 +26,7 @@ import pyarrow.orc
 import pyarrow.parquet
 import pytest
 import torch
+from datasets import Dataset
 from datasets.data_files import resolve_pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -731,6 +732,18 @@ def test_text_and_unfinished_downloads_are_no_tokens(tmp_path):
         refused("incomplete is an unfinished download", tmp_path, kind, path=str(file), vocab_size=1 << 17)
     (tmp_path / "b.npy").write_bytes(ARRAY.astype(np.uint16).tobytes())  # as Dolma writes them
     refused("b.npy .* it is without a header .raw tokens", tmp_path, "tokens", path=str(tmp_path / "b.npy"))
+
+
+def test_tables_web_pages_and_addresses_are_no_json_lines(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,response\nq,a\n")
+    Dataset.from_csv(str(tmp_path / "a.csv"), cache_dir=str(tmp_path / "c")).to_json(tmp_path / "b.jsonl")  # as is said
+    assert json.loads((tmp_path / "b.jsonl").read_text()) == {"prompt": "q", "response": "a"}
+    refused("a.csv is a table in text", tmp_path, "jsonl", path=str(tmp_path / "a.csv"))
+    for head in ("<!DOCTYPE html>", "<!doctype html>", "<html lang='en'>"):
+        (tmp_path / "a.jsonl").write_text(head + "Not found" * 20)
+        refused("a.jsonl is a web page", tmp_path, "jsonl", path=str(tmp_path / "a.jsonl"))
+    for address in ("https://a.b/c.jsonl", "s3://a/b.jsonl", "hf://datasets/a/b"):
+        refused("only files on this machine are read: download it", tmp_path, "jsonl", path=address)
 
 
 def test_json_that_is_no_lines_and_chats_that_are_no_documents(tmp_path):

@@ -17,6 +17,9 @@ UNFINISHED = (
 # first bytes of a file, with escapes as in Python, = its kind, and the way out
 SIGNATURES = r"""
 version https://git-lfs.github.com/spec = a pointer of git-lfs, not the file itself (git lfs pull)
+<!DOCTYPE html = a web page (of a download that failed?)
+<!doctype html = a web page (of a download that failed?)
+<html = a web page (of a download that failed?)
 PK\x03\x04 = a zip archive, as numpy.savez and torch.save write (unpack it, or save its arrays as .npy)
 \x93NUMPY = a .npy file by another name (rename it)
 \x1f\x8b\x08 = packed by gzip (gzip -d)
@@ -117,6 +120,8 @@ def library_of(settings: dict) -> str:
 
 def kind_of_json(file: Path, head: bytes) -> str:
     """Return the kind of a file that cannot be JSON lines or an array; empty where it may be."""
+    if file.suffix in (".csv", ".tsv"):
+        return "a table in text (datasets' Dataset.from_csv(FILE).to_json(OUT) converts it)"
     if SPREAD.match(head):
         return "JSON over several lines, not an object a line (jq -c . FILE > FILE.jsonl)"
     return kind_of_binary(file, head)
