@@ -102,6 +102,9 @@ def marked_answer(text: str) -> str | None:
     al. 2021).
     """
     found = BOXED.findall(text) or re.findall(MARKED, text, re.M)
+    # as MATH's grader looks for it: the inner one of two
+    while found and (inner := BOXED.findall(found[-1])):
+        found = inner
     return found[-1] if found else None
 
 

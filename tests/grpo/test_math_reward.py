@@ -145,6 +145,7 @@ it is {}, as 3 is prime. Answer: {}!
 \boxed{{\bf {}}}
 \boxed{{\boldsymbol{{{}}}}}
 \boxed{{\color{{blue}}{{{}}}}}
+\boxed{{\boxed{{{}}}}}
 \boxed{{\approx {}}}
 \boxed{{x_1 = {}}}
 \boxed{{f(x) = {}}}
