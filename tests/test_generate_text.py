@@ -61,6 +61,19 @@ def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name)
     assert written == [line for line in expected for _ in range(2)]
 
 
+def test_lines_of_a_file_of_prompts_end_where_editors_end_them(folder, tmp_path, capsys):
+    """Not at other separators, which belong to a line; blank lines are no prompts."""
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("a\u2028b\x0cc\r\n\n \nd\x85".encode())
+    generate.main(["--model", str(folder), "--prompts", str(file), *WORDS])
+    answers = map(json.loads, capsys.readouterr().out.split("\n")[:-1])
+    assert [answer["prompt"] for answer in answers] == ["a\u2028b\x0cc", "d\x85"]
+    for content in (b"", b"\n \n"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match="prompts.txt holds no line of text"):
+            generate.main(["--model", str(folder), "--prompts", str(file), *WORDS])
+
+
 def test_the_sampler_gives_text(folder):
     sampler = minitrain.Sampler(minitrain.load_pretrained(folder), minitrain.load_tokenizer(folder))
     params = minitrain.SamplingParams(max_tokens=6, temperature=0)

@@ -91,6 +91,16 @@ def read_texts(
             yield text
 
 
+def lines_of(file: Path) -> list[str]:
+    """Return the lines of a text but blank ones. Raises InputError where there are no others."""
+    text = "".join(read_texts([file], Skips()))
+    # splitlines would also cut at U+2028 and the like, which stand inside lines
+    lines = [line for line in re.split(r"\r?\n", text) if line.strip()]
+    if not lines:
+        raise InputError(f"{file} holds no line of text")
+    return lines
+
+
 def pieces_of(file: Path) -> Iterator[str]:
     """Yield a text in pieces of a few MiB, cut behind lines that are followed by no space.
 

@@ -10,7 +10,7 @@ from shlex import quote
 
 from minitrain.data.chat import encode_question, end_of_reply
 from minitrain.data.chat_templates import ChatTemplate, Message, choose_template
-from minitrain.data.records import Skips, read_records, read_texts, text_of
+from minitrain.data.records import Skips, lines_of, read_records, text_of
 from minitrain.data.tokenizer import (
     Tokenizer,
     check_same_ids,
@@ -85,7 +85,7 @@ def read_prompts(options: Namespace) -> list[str]:
         file = Path(options.prompts)
         if file.suffix == ".jsonl":
             return list(read_records([file], partial(text_of, key="prompt"), Skips()))
-        return "".join(read_texts([file], Skips())).splitlines()
+        return lines_of(file)
     if options.prompt is None and not options.chat:
         raise InputError("--prompt is missing (or --prompts FILE, or --chat alone to converse)")
     return [] if options.prompt is None else [options.prompt]

@@ -11,7 +11,8 @@ from torch import Tensor
 from minitrain.data import shapes
 from minitrain.data.encoders import Encoders, load_av, write_mp4
 from minitrain.data.latents import TEXTS, check_shapes, model_shapes, read_video
-from minitrain.errors import InputError, located, readable
+from minitrain.data.records import lines_of
+from minitrain.errors import InputError, located
 from minitrain.formats.peft import load_merged
 from minitrain.formats.tensor_files import write_tensors
 from minitrain.models.wan import Wan
@@ -86,11 +87,8 @@ def embed_lines(
     encoders: Encoders, path: Path, negative: str, text_tokens: int
 ) -> dict[str, Tensor]:
     """Return the embeddings of a file's lines, and of what guidance leads away from, fp32."""
-    with readable(path):
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise InputError(f"{path} holds no line of text")
-    texts = [encoders.encode_text(line, text_tokens).float() for line in [*lines, negative]]
+    lines = [*lines_of(path), negative]
+    texts = [encoders.encode_text(line, text_tokens).float() for line in lines]
     *each, hidden = [F.pad(text, (0, 0, 0, text_tokens - len(text))) for text in texts]
     return {"text": torch.stack(each), "negative": hidden.expand(len(each), -1, -1)}
 
