@@ -59,7 +59,7 @@ def start_all_to_all(
     are sent when that reaches the second call, and waited for when it reaches the first.
     """
     name = mesh.get_group().group_name
-    coming = _ops.all_to_all_single(x.detach(), receives, sends, name)
+    coming = operators.all_to_all_single(x.detach(), receives, sends, name)
     sent = AwaitGradient.apply(x)
     return lambda: Arrive.apply(sent, coming, (sends, receives, name))
 
@@ -73,7 +73,7 @@ class AwaitGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _ops.wait_tensor(grad)
+        return operators.wait_tensor(grad)
 
 
 class Arrive(torch.autograd.Function):
@@ -82,11 +82,11 @@ class Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sent, coming, back):
         ctx.back = back
-        return _ops.wait_tensor(coming)
+        return operators.wait_tensor(coming)
 
     @staticmethod
     def backward(ctx, grad):
-        return _ops.all_to_all_single(grad.contiguous(), *ctx.back), None, None
+        return operators.all_to_all_single(grad.contiguous(), *ctx.back), None, None
 
 
 def all_reduce(x: Tensor, op: str, name: str) -> Tensor:
