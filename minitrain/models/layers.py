@@ -20,7 +20,8 @@ parallelism and the sampler change them in place, in three ways:
                                    parameters of the same names; LoRA's, on the embedding
 
 One exception: while the sampler runs, rollout/weights.py sets `forward` of Linears (`product` of
-adapted ones) and the compiled call of blocks, and puts them back.
+adapted ones) and the compiled call of blocks, and puts them back: what it changes must last no
+longer than sampling, and training goes on with the classes, and compiled blocks, that it had.
 """
 
 from collections.abc import Callable, Sequence
