@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -92,10 +93,13 @@ def mark_blocks(model: Module, tracer: Tracer) -> None:
     def note(name: str | None) -> None:
         tracer.trace.blocks.append((len(tracer.trace.events), name))
 
-    def noted(kind: type, name: str) -> type:
+    # a class for each kind of block, not for each block: its forward is compiled once
+    @cache
+    def noted(kind: type) -> type:
         class Noted(kind):
             # outside what is compiled
             def __call__(self, *args, **kwargs):
+                name = names[self]
                 note(name)
                 out = super().__call__(*args, **kwargs)
                 note(None)
@@ -105,7 +109,7 @@ def mark_blocks(model: Module, tracer: Tracer) -> None:
 
         return Noted
 
-    blocks = [block for part in model.modules() for block in getattr(part, "blocks", ())]
-    for name, module in model.named_modules():
-        if module in blocks:
-            set_variant(module, noted(type(module), name))
+    blocks = {block for part in model.modules() for block in getattr(part, "blocks", ())}
+    names = {module: name for name, module in model.named_modules() if module in blocks}
+    for block in names:
+        set_variant(block, noted(type(block)))
