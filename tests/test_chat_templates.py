@@ -164,17 +164,22 @@ def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
     assert theirs.decode(tokens[trained & ~said]) == PUBLISHED[name][1] * (len(chat) // 2)
 
 
+def train_on_lines(folder, task):
+    """One step of a tiny model on `folder`/a.jsonl, by the tokenizer in `folder`/own, into `folder`/out."""
+    tree = {
+        "task": task, "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1}, "device": "cpu",
+        "data": {"kind": "jsonl", "path": str(folder / "a.jsonl"), "tokenizer": str(folder / "own")},
+        "batch": {"global": 1, "micro": 1, "seq_len": 128}, "steps": 1, "out_dir": str(folder / "out"),
+    }  # fmt: skip
+    train_model.train(from_dict(tree))
+
+
 def test_an_exported_checkpoint_of_pairs_is_asked_as_in_training(tmp_path):
     jinja = published("deepseek_r1_distill")
     (tmp_path / "own").mkdir()
     tokenizer_with(tmp_path / "own", jinja, specials_in(jinja))
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "3"}\n')
-    tree = {
-        "task": "dpo", "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1}, "device": "cpu",
-        "data": {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "own")},
-        "batch": {"global": 1, "micro": 1, "seq_len": 128}, "steps": 1, "out_dir": str(tmp_path / "out"),
-    }  # fmt: skip
-    train_model.train(from_dict(tree))
+    train_on_lines(tmp_path, "dpo")
     dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
     exported, ended = ((tmp_path / folder / "chat_template.jinja").read_text() for folder in ("exported", "out"))
     assert exported == ended != jinja
@@ -195,12 +200,7 @@ def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened
     replies = ["<think>\nso\n</think>\n\n6" if i in thinking else "6" for i in range(3)]
     lines = [json.dumps({"prompt": f"{i}+6?", "response": reply}) for i, reply in enumerate(replies)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    tree = {
-        "task": "sft", "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1}, "device": "cpu",
-        "data": {"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path / "own")},
-        "batch": {"global": 1, "micro": 1, "seq_len": 128}, "steps": 1, "out_dir": str(tmp_path / "out"),
-    }  # fmt: skip
-    train_model.train(from_dict(tree))
+    train_on_lines(tmp_path, "sft")
     said = " ".join(capsys.readouterr().out.split())
     dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
     exported = {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}

@@ -33,12 +33,12 @@ class Board:
 
     def close(self) -> None:
         """Add the pictures that the run has drawn."""
-        # add_image needs it, too
-        from PIL import Image
-
         for name in PICTURES:
             file = self.folder / f"{name}.png"
             if file.exists():
+                # add_image needs it, too; a run without pictures does not
+                from PIL import Image
+
                 self.writer.add_image(
                     name, np.asarray(Image.open(file)), self.step, dataformats="HWC"
                 )

@@ -202,7 +202,7 @@ class Watch:
             # rank 0 tells of the others, and rank 1 of rank 0
             self.end(1, gone if self.rank == (not rank) else "")
         # it has said why
-        elif any(word):
+        elif word and word[0]:
             self.end(word[0])
 
     def end(self, code: int, reason: str = "") -> None:

@@ -566,6 +566,9 @@ def test_tensorboard_gets_all_numbers_in_groups_and_config_and_pictures(run, mon
     assert (title, step) == ("config", 0) and text.replace("    ", "") == (out / "config.yaml").read_text().replace(
         "    ", ""
     )
+    with monkeypatch.context() as without_pillow:
+        without_pillow.setitem(sys.modules, "PIL", None)
+        Board(out, 5).close()  # a run without pictures needs none
     write_png(out / "after.png", np.full((2, 3, 3), 7, np.uint8))
     Board(out, 5).close()
     [(name, pixels, step, layout)] = images
