@@ -1,8 +1,8 @@
-"""The throughput benchmark: `python bench.py --help`. Its program is minitrain/benchmark_cli.py, which installs with
-the package, as `minitrain bench`."""
+"""The throughput benchmark: `python bench.py --help`. Its program is minitrain/commands/bench.py, which
+installs with the package, as `minitrain bench`."""
 
-from minitrain.benchmark_cli import main, parser
-from minitrain.run import cli
+from minitrain.commands.bench_cli import main, parser
+from minitrain.run.launch import cli
 
 __all__ = ["main", "parser"]
 

@@ -18,18 +18,18 @@ Each tells its options with --help. On several GPUs: torchrun --nproc_per_node 8
 from importlib import import_module
 
 from minitrain.errors import InputError
-from minitrain.run import cli
+from minitrain.run.launch import cli
 
 FILES = {
-    "tokenize": "run.tokenize_files",
-    "encode-video": "run.encode_video",
-    "train": "train",
-    "curves": "run.curves",
-    "export": "run.export_step",
-    "evaluate": "run.evaluate_model",
-    "generate": "generate",
-    "merge": "merge",
-    "bench": "benchmark_cli",
+    "tokenize": "commands.tokenize",
+    "encode-video": "commands.encode_video",
+    "train": "commands.train",
+    "curves": "run.monitor.draw_curves",
+    "export": "commands.export",
+    "evaluate": "commands.evaluate",
+    "generate": "commands.generate",
+    "merge": "commands.merge_cli",
+    "bench": "commands.bench_cli",
 }
 
 

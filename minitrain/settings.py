@@ -1,4 +1,4 @@
-"""Every setting, by its YAML key. run/config.py reads them, run/config_checks.py checks them."""
+"""Every setting, by its YAML key. run/config/load.py reads them, run/config/checks.py checks them."""
 
 import math
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class Source:
 
 @dataclass
 class Data:
-    """The training data: see data/text.py; for diffusion, data/latents.py and data/shapes.py."""
+    """The training data: see data/text/text_rows.py; for diffusion, data/video/latents.py and data/video/shapes.py."""
 
     # mock: random tokens, for benchmarks; shapes: a toy world of videos
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
@@ -52,7 +52,7 @@ class Data:
     exclude: list[str] = field(default_factory=list)
     # mock latents: frames, height, width
     size: list[int] = field(default_factory=lambda: [24, 104, 60])
-    # jsonl, parquet, arrow: the key that holds the text; chats are looked for (data/chat.py)
+    # jsonl, parquet, arrow: the key that holds the text; chats are looked for (data/chat/chats.py)
     field: str = "text"
     # fine-tuning: how chats become text
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"
@@ -187,7 +187,7 @@ class Checkpoint:
 
 @dataclass
 class Metrics:
-    """Reports besides metrics.jsonl: see run/health.py and run/metrics.py."""
+    """Reports besides metrics.jsonl: see run/monitor/health.py and run/monitor/metrics.py."""
 
     # report losses this many deviations above the recent median, with their batch; 0: none
     spike: float = number(6.0, 0)
@@ -198,7 +198,7 @@ class Metrics:
 
 @dataclass
 class Profile:
-    """Records of operations and memory in out_dir/profile: see run/profiling.py."""
+    """Records of operations and memory in out_dir/profile: see run/monitor/profiling.py."""
 
     steps: list[int] = field(default_factory=list)  # [first, last]: the operations of these steps
     memory: bool = False  # CUDA only: all allocations, up to the last of these steps or the end
@@ -236,7 +236,7 @@ class GRPO:
     group: int = number(8, 1, 1 << 24)  # responses to each of them
     # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
     reward: str = "exact"
-    # of the lines of data.path; default: the first usual name in a line (data/problems.py)
+    # of the lines of data.path; default: the first usual name in a line (data/chat/problems.py)
     prompt_key: str = ""
     answer_key: str = ""  # of the lines of data.path, too: what the reward compares with
     mock_digits: int = number(4, 1, 1000)  # data.kind=mock: length of the texts to reverse
@@ -390,7 +390,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
-    deterministic: bool = False  # bitwise reproducible: see run/launch.py
+    deterministic: bool = False  # bitwise reproducible: see run/launch/start.py
     # how long a rank waits for the others in a collective before it gives up
     timeout_s: float = number(600.0, 1, 1000000)
     reference: dict = field(default_factory=dict)  # published figures of the same row

@@ -12,7 +12,7 @@ import yaml
 
 from minitrain.bench.measure import load_row
 from minitrain.bench.results import Row, merge_results, predicted, read_results
-from minitrain.run.cli import CONFIGS
+from minitrain.run.launch.cli import CONFIGS
 from minitrain.simulator.recipe import as_published
 from minitrain.simulator.simulate_policy import predicted_row
 from minitrain.simulator.timeline import load_system

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 torch.set_num_threads(1)
 with suppress(ModuleNotFoundError):  # the gpu tests, and most others, do without it

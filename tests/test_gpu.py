@@ -24,13 +24,13 @@ from minitrain.models.zoo import model_config
 from minitrain.parallel.shards import full_tensor, local_shard
 from minitrain.parallel.tensor import collectives
 from minitrain.rollout import engine
-from minitrain.run.config import from_dict
-from minitrain.run.launch import start
+from minitrain.run.config.load import from_dict
+from minitrain.run.launch.start import start
 from minitrain.settings import Rollout
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
-from tests.test_rollout_compiled import compiling_batch
-from tests.test_rollout_engine import make, prompts_of, trainer_logprobs, uncached
+from tests.rollout.test_compiled import compiling_batch
+from tests.rollout.test_engine import make, prompts_of, trainer_logprobs, uncached
 
 pytestmark = pytest.mark.gpu
 has_fp8 = pytest.mark.skipif(

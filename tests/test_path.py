@@ -1,6 +1,6 @@
 """How much of the package a step runs, and so how much a reader must open to follow one."""
 
-from tests.path import decoding_step, lines_on_path, training_step
+from tests.helpers.path import decoding_step, lines_on_path, training_step
 
 DECODING_FUNCTIONS = 50
 TRAINING_FILES = 10

@@ -12,8 +12,9 @@ import torch
 
 from minitrain.bench.results import held_back, merge_results, predicted, read_results
 from minitrain.errors import InputError
-from minitrain.run import curves, svg
-from tests.commands import ROOT
+from minitrain.run.monitor import draw_curves as curves
+from minitrain.run.monitor import svg
+from tests.helpers.commands import ROOT
 
 PICTURES = ROOT / "results" / "pictures"
 RESULTS = sorted((ROOT / "results" / "simulated").glob("*.jsonl"))

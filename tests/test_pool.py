@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool, RankFailure
+from tests.helpers.pool import Pool, RankFailure
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_world_sizes(pool, world_sizes):
 def test_failures_are_told_and_do_not_last(small_pool, monkeypatch):
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*in fail_on_rank_1.*KeyError: 'here'"):
         small_pool.run(2, fail_on_rank_1)
-    monkeypatch.setattr("tests.pool.GRACE", 60)  # both ranks answer, however slow the machine is
+    monkeypatch.setattr("tests.helpers.pool.GRACE", 60)  # both ranks answer, however slow the machine is
     for die in die_on_rank_1, die_on_rank_1_when_rank_0_has_failed:
         with pytest.raises(RankFailure, match=r"(?s)^rank 1 of 2.*exit code 7"):
             small_pool.run(2, die)

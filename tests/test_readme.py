@@ -13,9 +13,9 @@ from minitrain.bench.report import markdown
 from minitrain.bench.results import accuracy_cells, held_back, merge_results, read_results, summary
 from minitrain.bench.rows import published_rows
 from minitrain.models.zoo import WAN, ZOO
-from minitrain.run.config import load
-from tests.commands import ROOT, command
-from tests.test_recipes import SHORT_ANSWER, STAND_INS
+from minitrain.run.config.load import load
+from tests.helpers.commands import ROOT, command
+from tests.run.test_recipes import SHORT_ANSWER, STAND_INS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WRITTEN = [  # by hand; results/simulated/README.md is generated

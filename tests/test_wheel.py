@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from minitrain.run.cli import config_path
-from tests.commands import ROOT
+from minitrain.run.launch.cli import config_path
+from tests.helpers.commands import ROOT
 
 BUILD = "from setuptools.build_meta import build_wheel; build_wheel('..')"
 
@@ -57,7 +57,7 @@ def test_an_installed_command_knows_the_published_rows_and_results(installed):
 
 def test_an_installed_command_takes_configs_by_name(installed):
     names = ["quickstart", "automodel/llama3-8b-lora-1gpu", "configs/train/arithmetic.yaml", "none", "a=b.yaml"]
-    code = f"from minitrain.run.cli import config_path; print(*map(config_path, {names}))"
+    code = f"from minitrain.run.launch.cli import config_path; print(*map(config_path, {names}))"
     command = [sys.executable, "-c", code]
     done = subprocess.check_output(command, cwd=installed, env={}, text=True).split()
     own = installed / "minitrain" / "configs"

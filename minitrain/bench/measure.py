@@ -19,8 +19,9 @@ from minitrain.bench.rows import CONFIGS, read_reference
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.parallel.mesh import Meshes
-from minitrain.run.config import load
-from minitrain.run.flops import (
+from minitrain.run.config.load import load
+from minitrain.run.launch.start import make_trainer, pick_device
+from minitrain.run.monitor.flops import (
     automodel,
     clean,
     count_flops,
@@ -28,7 +29,7 @@ from minitrain.run.flops import (
     nemo_squad,
     visible_share,
 )
-from minitrain.run.hardware import (
+from minitrain.run.monitor.hardware import (
     compute_dtype,
     describe,
     is_of_system,
@@ -38,7 +39,6 @@ from minitrain.run.hardware import (
     reset_peak_memory,
     timed,
 )
-from minitrain.run.launch import make_trainer, pick_device
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward
 

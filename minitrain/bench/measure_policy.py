@@ -14,8 +14,8 @@ from statistics import median_high as median
 import torch.distributed as dist
 
 from minitrain.bench.measure import prepare, result
-from minitrain.run.flops import policy_flops
-from minitrain.run.policy import PHASES, Run
+from minitrain.run.monitor.flops import policy_flops
+from minitrain.run.tasks.grpo_task import PHASES, Run
 from minitrain.settings import Config
 
 

@@ -32,9 +32,9 @@ from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
-from minitrain.run.flops import clean, flops_per_token
-from minitrain.run.hardware import measure_memory, timed
-from minitrain.run.launch import fill_weights, pick_device, start
+from minitrain.run.launch.start import fill_weights, pick_device, start
+from minitrain.run.monitor.flops import clean, flops_per_token
+from minitrain.run.monitor.hardware import measure_memory, timed
 from minitrain.settings import Config
 from minitrain.training.build import build_model
 

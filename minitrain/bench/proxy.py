@@ -18,9 +18,9 @@ from dataclasses import replace
 from minitrain.bench.measure import placed, published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.run.config_checks import validate
-from minitrain.run.flops import clean, count_flops, visible_share
-from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.config.checks import validate
+from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.monitor.flops import clean, count_flops, visible_share
 from minitrain.settings import Config, Parallel
 
 MICRO_BATCHES = 8  # per step, at most

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from minitrain.errors import InputError, refused
-from minitrain.run.config_yaml import type_and_value
+from minitrain.run.config.config_yaml import type_and_value
 
 KINDS = {
     float: "a number above 0",

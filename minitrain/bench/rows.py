@@ -8,8 +8,8 @@ import yaml
 
 from minitrain.bench.report import column, markdown, need
 from minitrain.errors import InputError
-from minitrain.run.cli import CONFIGS
-from minitrain.run.config_yaml import check_known, convert, read_tree
+from minitrain.run.config.config_yaml import check_known, convert, read_tree
+from minitrain.run.launch.cli import CONFIGS
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 # folders of configs, in the order of the tables

@@ -32,9 +32,9 @@ from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import TINY_WAN, tiny
-from minitrain.run.config_checks import validate
-from minitrain.run.launch import start
-from minitrain.run.parallel_checks import check_layout, stated_ranks, training_ranks
+from minitrain.run.config.checks import validate
+from minitrain.run.config.layout_checks import check_layout, stated_ranks, training_ranks
+from minitrain.run.launch.start import start
 from minitrain.settings import Batch, Config, Data, Model, Parallel, Validation
 
 SMALL_VIDEO = [2, 8, 16]  # frames, height, width of latents, in patches of (1, 2, 2)

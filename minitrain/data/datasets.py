@@ -3,12 +3,12 @@
 import math
 from dataclasses import replace
 
+from minitrain.data.chat.preferences import open_pairs
+from minitrain.data.chat.sft import open_chats
 from minitrain.data.files import apart, held_out_apart
-from minitrain.data.latents import open_latents
 from minitrain.data.mixed import Mixed
-from minitrain.data.preferences import open_pairs
-from minitrain.data.sft import open_chats
-from minitrain.data.text import open_data
+from minitrain.data.text.text_rows import open_data
+from minitrain.data.video.latents import open_latents
 from minitrain.settings import Config
 
 

@@ -2,7 +2,7 @@
 
 Both kinds share one small interface: encode, encode_prompt, encode_array, decode, eos, eos_id,
 token_id, vocab_size, beginning, beginning_ids, chat_template, save. Left out: rendering chat
-templates, which data/chat_templates.py does, and training a vocabulary.
+templates, which data/chat/chat_templates.py does, and training a vocabulary.
 """
 
 import shutil

@@ -14,7 +14,7 @@ import random
 from itertools import zip_longest
 from pathlib import Path
 
-from minitrain.run import cli
+from minitrain.run.launch import cli
 
 LARGEST_NUMBER = 99
 OPTIONS = {

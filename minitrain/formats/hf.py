@@ -108,7 +108,7 @@ def save_pretrained(
         )
     if any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
         raise InputError(
-            "a sharded model cannot be saved as it is (use save_tensors of full_tensors, see run/train_model.py)"
+            "a sharded model cannot be saved as it is (use save_tensors of full_tensors, see run/tasks/rows_task.py)"
         )
     if original_names and not isinstance(model, Wan):
         raise InputError("original_names=True is for Wan models: others have one spelling")

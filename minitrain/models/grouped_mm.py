@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.models.onednn import grouped_matmul, takes
+from minitrain.models.cpu import grouped_matmul, takes
 
 
 def grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def broadcast_flag(number: int) -> int:
 def wait_for_all() -> None:
     """Wait until all ranks arrive here, however long one writes files.
 
-    The watch (run/watch.py) notices ranks that die.
+    The watch (run/launch/watch.py) notices ranks that die.
     """
     if dist.get_world_size() > 1:
         dist.monitored_barrier(control_group(), timeout=FOR_EVER)

@@ -35,7 +35,7 @@ Document ids, if there are any, are gathered too.
 Left out: ring attention, which overlaps the exchange with attention. Its kernel must return partial
 softmaxes, as FlexAttention does in `attention_with_sinks`, and its backward pass must send keys and
 values round again: autograd alone would keep them all, as allgather does. Who adds a form adds it
-to `context_parallel`, to settings.py and to context_faults in run/parallel_checks.py.
+to `context_parallel`, to settings.py and to context_faults in run/config/layout_checks.py.
 """
 
 from collections.abc import Callable, Sequence

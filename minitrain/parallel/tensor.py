@@ -54,7 +54,7 @@ all-gather is not in FP8. A maximum over the ranks, one number, gives all of the
 rank rounds only its own tokens, and gets the FP8 numbers that one process would get.
 
 Parameters are DTensors, and modules compute with local tensors (parts.py).
-Left out: fewer Mamba groups than ranks, and uneven shards; run/parallel_checks.py refuses both.
+Left out: fewer Mamba groups than ranks, and uneven shards; run/config/layout_checks.py refuses both.
 Sources: Megatron-LM (Shoeybi et al. 2019); sequence parallelism (Korthikanti et al. 2022).
 """
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.rollout.cpu_attention import prepare_rows
+from minitrain.rollout.cpu import prepare_rows
 from minitrain.rollout.sampling import (
     SamplingParams,
     SamplingState,

@@ -35,7 +35,7 @@ from minitrain.models.attention import apply_sinks, attention
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.flex import compiled_flex_attention
 from minitrain.models.layers import rotary_frequencies
-from minitrain.rollout.cpu_attention import RowContents, attend_to_rows, write_and_attend
+from minitrain.rollout.cpu import RowContents, attend_to_rows, write_and_attend
 from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, split_kv, write
 
 # cuDNN is faster, but plans for half a second for every new length of a prompt

@@ -29,7 +29,7 @@ from torch.compiler import config
 
 from minitrain.models.decoder import Block
 from minitrain.rollout.caches import MambaCache, PagedKVCache
-from minitrain.rollout.cpu_attention import attend_with_lse, write_and_attend
+from minitrain.rollout.cpu import attend_with_lse, write_and_attend
 from minitrain.rollout.steps import PromptStep, split_kv, write
 
 # graphs of one function: kinds of layers x 3 numbers of rows x models

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from minitrain.models.cpu import OnednnLinear, pack
 from minitrain.models.layers import base_class
-from minitrain.models.onednn import OnednnLinear, pack
 
 # elements below which matrices are not packed: 1 MiB
 MIN_PACKED_ELEMENTS = 1 << 18

@@ -11,7 +11,7 @@ import torch
 
 from minitrain.bench.report import need_rates, result_lines
 from minitrain.errors import InputError
-from minitrain.run.hardware import (
+from minitrain.run.monitor.hardware import (
     ATTENTION_LENGTH,
     MATMUL_SIZE,
     describe,

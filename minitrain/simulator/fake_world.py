@@ -36,8 +36,8 @@ from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.recompute import ATTENTION as SAVED_ATTENTION
 from minitrain.parallel.shards import to_local
-from minitrain.run.launch import meshes_of
-from minitrain.run.parallel_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.launch.start import meshes_of
 from minitrain.settings import Config
 from minitrain.simulator.marks import mark_blocks, marked_passes, marked_schedule, parts
 from minitrain.simulator.operators import ATTENTION_WORK, attention_work

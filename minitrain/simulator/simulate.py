@@ -30,8 +30,13 @@ from minitrain.bench.measure import published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.parallel.pipeline_split import local_stages
-from minitrain.run.flops import visible_share
-from minitrain.run.parallel_checks import check_layout, micro_batches, row_ranks, stated_ranks
+from minitrain.run.config.layout_checks import (
+    check_layout,
+    micro_batches,
+    row_ranks,
+    stated_ranks,
+)
+from minitrain.run.monitor.flops import visible_share
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 from minitrain.simulator.fake_world import trace_step

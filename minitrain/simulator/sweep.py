@@ -13,8 +13,8 @@ from tqdm import tqdm
 from minitrain.bench.measure import load_row
 from minitrain.bench.report import in_width, sized
 from minitrain.errors import InputError
-from minitrain.run.config import load
-from minitrain.run.parallel_checks import stated_ranks, training_ranks
+from minitrain.run.config.layout_checks import stated_ranks, training_ranks
+from minitrain.run.config.load import load
 from minitrain.settings import Config, Parallel
 from minitrain.simulator.simulate_policy import predicted_row
 from minitrain.simulator.timeline import System

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.parallel.collectives import functional
 from minitrain.parallel.fsdp import FSDPParam
-from minitrain.run.rendezvous import all_groups
+from minitrain.run.launch.rendezvous import all_groups
 from minitrain.simulator.operators import (
     ROWS_READ,
     argument_names,

@@ -11,10 +11,10 @@ import torch
 from torch.nn import Module
 
 from minitrain.hashing import seed_of
+from minitrain.models.cpu import to_onednn
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
-from minitrain.models.onednn import to_onednn
 from minitrain.models.router import Router
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
@@ -42,7 +42,7 @@ def build_model(
     Raises InputError if they do not fit this rank's memory.
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
-        raise ValueError("model.path and lora.path need `fill` (see run/launch.py)")
+        raise ValueError("model.path and lora.path need `fill` (see run/launch/start.py)")
     # `parallelize` makes the model itself: a pipeline calls `make_model` once for each stage
     model = parallelize(partial(make_model, config), config, meshes)
     balance_over_ranks(model, config, meshes)

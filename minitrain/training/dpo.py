@@ -17,7 +17,7 @@ changes: it is computed once, before the first step, and kept with the data. So 
 model in memory. A run that resumes computes the numbers anew.
 
 This file is the pattern for an objective of one's own: three methods (see objectives.py), and
-`layouts`. Its rows are made in data/preferences.py. Left out: cp, where no rank sees whole replies.
+`layouts`. Its rows are made in data/chat/preferences.py. Left out: cp, where no rank sees whole replies.
 """
 
 import math

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.models.onednn import matmul
+from minitrain.models.cpu import matmul
 from minitrain.training.loss import (
     VocabShard,
     find_labels,

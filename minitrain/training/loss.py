@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from minitrain.models.onednn import matmul, multiplies
+from minitrain.models.cpu import matmul, multiplies
 
 # the label of a token that is not predicted
 IGNORE = -100

@@ -14,7 +14,8 @@ from statistics import median
 from minitrain.bench import results
 from minitrain.bench.page import LANE, draw_lanes, timeline_actions
 from minitrain.errors import InputError, refused
-from minitrain.run import cli, svg
+from minitrain.run.launch import cli
+from minitrain.run.monitor import svg
 
 TASKS = {  # colors by what a row trains
     "pretraining": svg.COLORS[0],

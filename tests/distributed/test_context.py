@@ -8,21 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitrain.data.text import Mock
+from minitrain.data.text.text_rows import Mock
 from minitrain.errors import InputError
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.context import context_parallel, local_tokens, token_indices
-from minitrain.run.config import from_dict
-from minitrain.run.launch import start
+from minitrain.run.config.load import from_dict
+from minitrain.run.launch.start import start
 from minitrain.settings import GRPO, Diffusion, Parallel
 from minitrain.training.flow import FlowMatching
 from minitrain.training.log_probs import linear_log_probs
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling, check_objective
 from minitrain.training.packing import rows
-from tests.oracle import (
+from tests.helpers.oracle import (
     Batches,
     Count,
     check_against_one_process,

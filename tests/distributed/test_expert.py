@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.bench.shrink import shrink, shrink_parallel
-from minitrain.data.text import Mock
+from minitrain.data.text.text_rows import Mock
 from minitrain.errors import InputError
 from minitrain.formats.hf import save_pretrained
 from minitrain.models.decoder import Decoder
@@ -28,17 +28,17 @@ from minitrain.parallel.compiling import compile_blocks
 from minitrain.parallel.expert import dispatch_to_ranks, make_size_exchange
 from minitrain.parallel.fsdp import widest_dimension
 from minitrain.parallel.shards import full_tensor
-from minitrain.run import config as configs
-from minitrain.run.launch import fill_weights, start
-from minitrain.run.parallel_checks import check_layout
+from minitrain.run.config import load as configs
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.launch.start import fill_weights, start
 from minitrain.simulator.fake_world import fake_world
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import Trainer
-from tests.distributed.test_checkpoint import TREE as TRAINED
-from tests.distributed.test_checkpoint import assert_equal, load, train
-from tests.oracle import check_against_one_process, packed_batch
-from tests.oracle import train as train_to_trace
-from tests.test_moe import bias_after_a_step
+from tests.distributed.test_resharding import TREE as TRAINED
+from tests.distributed.test_resharding import assert_equal, load, train
+from tests.helpers.oracle import check_against_one_process, packed_batch
+from tests.helpers.oracle import train as train_to_trace
+from tests.models.test_moe import bias_after_a_step
 
 TREE = {
     "batch": {"global": 8, "micro": 2, "seq_len": 16},

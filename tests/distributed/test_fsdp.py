@@ -13,11 +13,11 @@ from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.mamba import scan
 from minitrain.parallel.shards import assemble, cut_slices, full_slice, full_tensor
-from minitrain.run import config as configs
-from minitrain.run.launch import start
+from minitrain.run.config import load as configs
+from minitrain.run.launch.start import start
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer
-from tests.oracle import check_against_one_process, count_calls, snapshot, train, train_compiled
+from tests.helpers.oracle import check_against_one_process, count_calls, snapshot, train, train_compiled
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3, "initializer_range": 0.05}
 TREE = {

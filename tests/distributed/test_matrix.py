@@ -10,8 +10,8 @@ from math import prod
 import pytest
 import torch
 
-from minitrain.run.config import from_dict
-from tests.oracle import check_against_one_process, initial_weights, packed_batch, plain_step
+from minitrain.run.config.load import from_dict
+from tests.helpers.oracle import check_against_one_process, initial_weights, packed_batch, plain_step
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from minitrain.data.datasets import open_dataset
-from minitrain.run import config as configs
-from minitrain.run.checkpoint import Checkpointer
-from minitrain.run.launch import fill_weights, start
+from minitrain.run.checkpoint.checkpointer import Checkpointer
+from minitrain.run.config import load as configs
+from minitrain.run.launch.start import fill_weights, start
 from minitrain.settings import Optim
 from minitrain.training.loop import Trainer
 from minitrain.training.optim import make_optimizer, update_weights
-from tests.oracle import Batches, check_close, copies, initial_weights, packed_batch, plain_step
+from tests.helpers.oracle import Batches, check_close, copies, initial_weights, packed_batch, plain_step
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2},

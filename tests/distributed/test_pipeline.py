@@ -15,17 +15,17 @@ from minitrain.formats.hf import load_pretrained, save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.pipeline_split import V_SHAPED, rank_of, split_layers
-from minitrain.run import config as configs
-from minitrain.run.export import export
-from minitrain.run.launch import meshes_of, start
-from minitrain.run.parallel_checks import check_layout
+from minitrain.run.config import load as configs
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.launch.start import meshes_of, start
+from minitrain.run.tasks.exports import export
 from minitrain.simulator.fake_world import dry_run, fake_world
 from minitrain.training.build import build_model, make_model
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling
-from tests import oracle
-from tests.distributed.test_checkpoint import train
-from tests.oracle import (
+from tests.distributed.test_resharding import train
+from tests.helpers import oracle
+from tests.helpers.oracle import (
     Batches,
     built,
     check_against_one_process,

@@ -11,14 +11,14 @@ from minitrain.bench.breakdown import working_memory
 from minitrain.bench.measure import activation_bytes
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
+from minitrain.models import cpu as onednn
 from minitrain.models import fp8 as fp8_models
-from minitrain.models import onednn
 from minitrain.models.fp8 import to_fp8
 from minitrain.parallel.recompute import recompute
-from minitrain.run.config import from_dict
-from minitrain.run.launch import start
+from minitrain.run.config.load import from_dict
+from minitrain.run.launch.start import start
 from minitrain.training.loop import Trainer
-from tests.oracle import Count, check_against_one_process, collective, packed_batch, plain_model, train
+from tests.helpers.oracle import Count, check_against_one_process, collective, packed_batch, plain_model, train
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 4, "initializer_range": 0.05}
 TREE = {

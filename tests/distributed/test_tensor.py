@@ -19,14 +19,14 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.fsdp import set_gradient_sync, shard
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.run import config as configs
-from minitrain.run.launch import start
+from minitrain.run.config import load as configs
+from minitrain.run.launch.start import start
 from minitrain.training import loss as losses
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
-from tests import oracle
-from tests.distributed.test_checkpoint import train as train_from
-from tests.oracle import (
+from tests.distributed.test_resharding import train as train_from
+from tests.helpers import oracle
+from tests.helpers.oracle import (
     Count,
     Results,
     built,
@@ -38,7 +38,7 @@ from tests.oracle import (
     snapshot,
     train,
 )
-from tests.test_loss import materialised, one_graph
+from tests.training.test_loss import materialised, one_graph
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 124, "num_layers": 2, "initializer_range": 0.05}
 TREE = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kill import CASES, TINY, Run
-from tests.pool import SERVER
+from tests.helpers.kill import CASES, TINY, Run
+from tests.helpers.pool import SERVER
 
 
 def train_unseen(file: Path, end: str, environment: dict[str, str]) -> None:
@@ -17,7 +17,7 @@ def train_unseen(file: Path, end: str, environment: dict[str, str]) -> None:
     import torch
 
     from minitrain import train
-    from minitrain.run import cli
+    from minitrain.run.launch import cli
 
     if end == "closed":
         sys.stdout = sys.stderr = None

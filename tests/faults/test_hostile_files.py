@@ -22,9 +22,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitrain.data.chat import encode_chat
-from minitrain.data.chat_templates import Message, Rendering, choose_template
-from minitrain.data.text import fitting_tokenizer
+from minitrain.data.chat.chat_templates import Message, Rendering, choose_template
+from minitrain.data.chat.chats import encode_chat
+from minitrain.data.text.text_rows import fitting_tokenizer
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.hf import find_weights, load_pretrained, save_pretrained
@@ -34,7 +34,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
-from minitrain.run.config import from_dict
+from minitrain.run.config.load import from_dict
 from minitrain.settings import Lora
 from minitrain.training.build import initialize
 

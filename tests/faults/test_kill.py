@@ -13,21 +13,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.commands import ROOT
-from tests.faults.kill import CASES, TINY, Case, Run, share, torment
-from tests.faults.processes import LIMIT, Ranks
+from tests.helpers.commands import ROOT
+from tests.helpers.kill import CASES, TINY, Case, Run, share, torment
+from tests.helpers.processes import LIMIT, Ranks
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kills_at_any_moment_change_nothing(tmp_path, name):
-    """8 in all; `python -m tests.faults.kill --times 50` does more."""
+    """8 in all; `python -m tests.helpers.kill --times 50` does more."""
     torment(CASES[name], tmp_path, share(8)[name], seed=0)
 
 
 def train_until_line(file, step):
     """Die between the checkpoint of a step and its line in metrics.jsonl."""
     from minitrain import train
-    from minitrain.run.metrics import MetricsLog
+    from minitrain.run.monitor.metrics import MetricsLog
 
     log_step = MetricsLog.step
 
@@ -53,7 +53,7 @@ def test_no_line_is_lost_between_a_checkpoint_and_the_log(tmp_path, name):
 def train_until_full(file):
     """From the second checkpoint on, the disk takes no more than 10 kB a file on the last rank, and deletes slowly."""
     from minitrain import train
-    from minitrain.run.checkpoint import Checkpointer
+    from minitrain.run.checkpoint.checkpointer import Checkpointer
 
     save = Checkpointer.save
 
@@ -133,7 +133,7 @@ def test_sigterm_ends_a_long_validation(tmp_path, save):
 WAITING = """
 import os, time
 from minitrain import train
-from minitrain.run import cli
+from minitrain.run.launch import cli
 from minitrain.training.loop import Trainer
 
 update = Trainer.update

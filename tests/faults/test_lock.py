@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from minitrain.errors import InputError
-from minitrain.run import lock
-from minitrain.run.config import from_dict
-from minitrain.run.lock import locked
-from minitrain.run.train_model import train
+from minitrain.run.config.load import from_dict
+from minitrain.run.launch import lock
+from minitrain.run.launch.lock import locked
+from minitrain.run.tasks.rows_task import train
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from minitrain.run.lock import locked
+from minitrain.run.launch.lock import locked
 with locked(Path(sys.argv[1]), leads=True):
     print("in", flush=True)
     sys.stdin.read()

@@ -21,29 +21,32 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
-from minitrain.data.shapes import write_png
 from minitrain.data.tokenizer import ByteTokenizer
+from minitrain.data.video.shapes import write_png
 from minitrain.errors import InputError
 from minitrain.parallel.agreement import broadcast, broadcast_flag, gather
 from minitrain.parallel.pipeline import Pipeline
-from minitrain.run import config as configs
-from minitrain.run import export as exports
-from minitrain.run import fingerprint, launch, profiling, train_model
-from minitrain.run import policy as loop
-from minitrain.run.failures import pending_operation, record_flights, recorded, where_in_collective
-from minitrain.run.fingerprint import agreed_fingerprint, file_digest
-from minitrain.run.launch import set_timeout, start
-from minitrain.run.metrics_file import to_line
-from minitrain.run.profiling import recorded_steps
-from minitrain.run.same_run import code_digests, difference, flatten_settings
-from minitrain.run.tensorboard import Board
+from minitrain.run.checkpoint import fingerprint
+from minitrain.run.checkpoint.fingerprint import agreed_fingerprint, file_digest
+from minitrain.run.config import load as configs
+from minitrain.run.launch.failures import pending_operation, record_flights, recorded, where_in_collective
+from minitrain.run.launch.same_run import code_digests, difference, flatten_settings
+from minitrain.run.launch.start import set_timeout, start
+from minitrain.run.launch.start import start as launch
+from minitrain.run.monitor import profiling
+from minitrain.run.monitor.metrics_file import to_line
+from minitrain.run.monitor.profiling import recorded_steps
+from minitrain.run.monitor.tensorboard import Board
+from minitrain.run.tasks import exports
+from minitrain.run.tasks import grpo_task as loop
+from minitrain.run.tasks import rows_task as train_model
 from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients
-from tests.distributed.test_grpo import TREE as GRPO
-from tests.faults.processes import LIMIT, Ranks
-from tests.faults.test_numbers import TINY, lines, run  # noqa: F401
+from tests.distributed.test_grpo_layouts import TREE as GRPO
+from tests.faults.test_bad_numbers import TINY, lines, run  # noqa: F401
+from tests.helpers.processes import LIMIT, Ranks
 
 # ---------------------------------------------------------------------------------------------------- ranks that differ
 

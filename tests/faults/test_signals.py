@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.faults.kill import CASES, TINY, Case, Run
-from tests.faults.processes import LIMIT, start_server
-from tests.pool import SERVER
+from tests.helpers.kill import CASES, TINY, Case, Run
+from tests.helpers.pool import SERVER
+from tests.helpers.processes import LIMIT, start_server
 
 LONG = Case(1, TINY | {"steps": 100_000, "checkpoint": {"every": 0}})
 
@@ -40,7 +40,7 @@ def train_on_terminal(file: Path, terminal: str, ignored: list[int], environment
     import torch
 
     from minitrain import train
-    from minitrain.run import cli
+    from minitrain.run.launch import cli
 
     torch.set_num_threads(1)
     cli.run(lambda _: train.main(["--config", str(file)]))

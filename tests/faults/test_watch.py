@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from minitrain.errors import InputError
-from minitrain.run import config as configs
-from minitrain.run import watch
-from minitrain.run.launch import start
-from minitrain.run.watch import Watch, until_signal
-from tests.faults.processes import LIMIT, Ranks
+from minitrain.run.config import load as configs
+from minitrain.run.launch import watch
+from minitrain.run.launch.start import start
+from minitrain.run.launch.watch import Watch, until_signal
+from tests.helpers.processes import LIMIT, Ranks
 
 TREE = {"batch": {"global": 3, "micro": 1}, "device": "cpu"}
 

@@ -1,4 +1,4 @@
-"""What training and sampling leave each other; over whole runs in distributed/test_grpo.py."""
+"""What training and sampling leave each other; over whole runs in distributed/test_grpo_layouts.py."""
 
 import torch
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from minitrain.grpo import objective
 from minitrain.grpo.advantages import advantages, has_signal
 from minitrain.grpo.objective import PolicyGradient, importance_weights, is_clipped, kl_estimate
-from minitrain.run.config import from_dict
-from minitrain.run.config_yaml import read_yaml
+from minitrain.run.config.config_yaml import read_yaml
+from minitrain.run.config.load import from_dict
 from minitrain.settings import GRPO
 from minitrain.training import loss
 from minitrain.training.log_probs import linear_log_probs

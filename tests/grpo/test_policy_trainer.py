@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from minitrain.data.problems import open_problems
+from minitrain.data.chat.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import enough_for_pipeline, pack_micro_batches, reply_sample, response_sample
@@ -16,15 +16,15 @@ from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged_weight, without_adapters
 from minitrain.parallel.shards import to_local
-from minitrain.run import config as configs
-from minitrain.run.checkpoint import Checkpointer
-from minitrain.run.launch import start
-from minitrain.run.policy import Run
+from minitrain.run.checkpoint.checkpointer import Checkpointer
+from minitrain.run.config import load as configs
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.grpo_task import Run
 from minitrain.settings import Parallel
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
-from tests.distributed.test_grpo import TREE, made_up_groups
-from tests.oracle import check_close, snapshot
+from tests.distributed.test_grpo_layouts import TREE, made_up_groups
+from tests.helpers.oracle import check_close, snapshot
 
 PLAIN = TREE | {
     "grpo": {"prompts": 4, "group": 4, "clip_low": 0.05, "clip_high": 0.1},

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from minitrain import Sampler, load_pretrained, save_pretrained
-from minitrain.data.problems import answer_of, open_problems, reversals
+from minitrain.data.chat.problems import answer_of, open_problems, reversals
 from minitrain.data.records import Skips, read_records
 from minitrain.errors import InputError
 from minitrain.grpo import rollouts
@@ -24,13 +24,13 @@ from minitrain.grpo.rollouts import RolloutWorker, most_samples, pass_at, reward
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout.sampling import Completion
-from minitrain.run import config as configs
-from minitrain.run import policy as loop
-from minitrain.run.launch import start
-from minitrain.run.parallel_checks import check_layout
-from minitrain.run.policy import Run
-from minitrain.run.rollout_files import read_rollouts, write_rollouts
-from tests.distributed.test_grpo import TREE, made_up_groups
+from minitrain.run.config import load as configs
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.launch.start import start
+from minitrain.run.tasks import grpo_task as loop
+from minitrain.run.tasks.grpo_task import Run
+from minitrain.run.tasks.rollout_files import read_rollouts, write_rollouts
+from tests.distributed.test_grpo_layouts import TREE, made_up_groups
 
 
 def problems_of(tmp_path, lines, positions=512, validation=0.0, **grpo):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from minitrain import load_pretrained, save_pretrained
 from minitrain.formats.hf import load_weights, read_config, save_tensors
 from minitrain.models.decoder import Decoder
-from tests.parity.hf_models import (
+from tests.helpers.hf_models import (
     CONFIGS,
     HYBRID_CONFIGS,
     MOE_CONFIGS,

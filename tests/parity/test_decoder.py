@@ -5,7 +5,7 @@ import torch
 
 from minitrain import load_pretrained
 from minitrain.models.layers import rotary_frequencies
-from tests.parity.hf_models import (
+from tests.helpers.hf_models import (
     CONFIGS,
     LLAMA3_ROPE,
     MOE_CONFIGS,

@@ -15,7 +15,7 @@ from minitrain.formats.nemotron_h import NO_EXPERTS
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import ZOO, model_config
 from minitrain.training.build import initialize
-from tests.parity.hf_models import (
+from tests.helpers.hf_models import (
     HYBRID_CONFIGS,
     build,
     compare_and_differentiate,

@@ -1,8 +1,8 @@
 """Faults of other trainers that their users reported, held here: each layout once, against one process.
 
 All of them gave a loss that looked right. Whole gradients, their norm before clipping and the clipped update of plain
-SGD are those of plain autograd in one process (see tests/oracle.py), with rows whose numbers of labels differ. The
-table of tests/README.md says what went wrong where.
+SGD are those of plain autograd in one process (see tests/helpers/oracle.py), with rows whose numbers of labels differ.
+The table of tests/README.md says what went wrong where.
 """
 
 from unittest import mock
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from minitrain.models.router import Router
-from tests.commands import ROOT
-from tests.oracle import check_against_one_process, packed_batch, ragged_batch, train
+from tests.helpers.commands import ROOT
+from tests.helpers.oracle import check_against_one_process, packed_batch, ragged_batch, train
 
 LLAMA = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05}
 TREE = {

@@ -16,11 +16,11 @@ from minitrain.formats.peft import adapter_shapes, read_adapter_config, save_ada
 from minitrain.formats.wan_names import adapter_place
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
-from minitrain.run.config import from_dict
-from minitrain.run.train_model import train
+from minitrain.run.config.load import from_dict
+from minitrain.run.tasks.rows_task import train
 from minitrain.settings import TARGETS, Lora
+from tests.helpers.hf_models import build, compare_and_differentiate, edit_json, random_tokens, reload
 from tests.parity import test_wan
-from tests.parity.hf_models import build, compare_and_differentiate, edit_json, random_tokens, reload
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

@@ -12,7 +12,7 @@ from minitrain.formats.wan_names import diffusers_name, rename_to_ours
 from minitrain.models.video import rotary_tables_3d
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
-from tests.distributed.test_wan import assert_same_gradients, relative
+from tests.distributed.test_wan_layouts import assert_same_gradients, relative
 
 TINY = dict(
     num_attention_heads=2, attention_head_dim=16, ffn_dim=48, num_layers=2, in_channels=4, out_channels=4, text_dim=24,

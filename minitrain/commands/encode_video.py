@@ -1,0 +1,68 @@
+"""Encode videos once, before training: minitrain encode-video --encoders FOLDER --out FOLDER VIDEOS.
+
+VIDEOS is a folder of video files, or of folders of frames; the caption of clip.mp4, or of the frames
+in clip/, is the text of clip.txt beside it. Each becomes a file of --out, for data.kind=latents.
+Videos whose files are there already are left out, so that the same command continues.
+"""
+
+from pathlib import Path
+from shlex import quote
+
+from tqdm import tqdm
+
+from minitrain.errors import InputError, readable
+from minitrain.run.launch import cli
+
+SIDE = cli.positive(int, most=1 << 14)
+OPTIONS = {
+    "--encoders": (cli.home_path, ..., "with vae/, text_encoder/ and tokenizer/"),
+    "--out": (cli.home_path, ..., "a folder"),
+    "--frames": (cli.positive(int), 81, "the first ones, at most: 1, 5, 9, ..."),
+    "--rate": (cli.positive(float), 16.0, "frames per second to take from video files"),
+    "--device": (["auto", "cpu", "cuda"], "auto", "where to compute"),
+}
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(OPTIONS, prog="minitrain encode-video", description=__doc__)
+    parser.add_argument("--size", type=SIDE, nargs=2, default=[480, 832], help="height and width")
+    parser.add_argument("videos", help="a folder")
+    options = parser.parse_args(arguments)
+    if any(side % 16 for side in options.size):
+        raise InputError(f"--size {options.size} must be multiples of 16")
+    captions = find_captions(Path(options.videos))
+    from minitrain.data.video.encoders import Encoders, read_frames
+    from minitrain.data.video.latents import save_video
+    from minitrain.run.launch.start import pick_device
+
+    encoders = Encoders(options.encoders, pick_device(options.device))
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    # where training hides the caption
+    negative = encoders.encode_text("")
+    work = out / ".next"
+    for path, caption in tqdm(captions.items(), unit="video"):
+        file = out / f"{path.name}.safetensors"
+        if not file.exists():
+            frames = read_frames(path, options.size, options.frames, options.rate)
+            text = encoders.encode_text(caption)
+            save_video(work, encoders.encode(frames), text, negative=negative)
+            work.replace(file)
+    print(f"{out} holds {len(captions):,} videos of {options.videos}")
+    print(f"next: minitrain train --config train/wan-lora {quote(f'data.path={out}')}")
+
+
+def find_captions(folder: Path) -> dict[Path, str]:
+    """Return the caption of each video, by its path."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder (of videos, each with a caption)")
+    captions = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".txt" or path.name.startswith("."):
+            continue
+        text = folder / f"{path.name if path.is_dir() else path.stem}.txt"
+        with readable(text):
+            captions[path] = text.read_text(encoding="utf-8")
+    if not captions:
+        raise InputError(f"{folder} holds no videos")
+    return captions

@@ -1,0 +1,81 @@
+"""Write a checkpoint of a run, finished or not, as a model: minitrain export --run DIR --out DIR.
+
+The result is in Hugging Face layout, or adapters in PEFT's, with the tokenizer. One process reads
+the weights alone, whatever the layout of the run, on the CPU, and changes nothing in its folder.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from minitrain.errors import InputError
+from minitrain.run.launch import cli
+
+OPTIONS = {
+    "--run": (cli.home_path, ..., "a run's out_dir"),
+    "--step": (cli.positive(int), None, "by default the newest checkpoint"),
+    "--out": (cli.home_path, ..., "a new folder"),
+}
+# one process, beside a GPU that may be training; the weights are the same
+ALONE = """device=cpu compile=false parallel={} metrics={} profile={} fp8={}
+grpo.generation_ranks=0 rollout.tp=1 rollout.ep=1"""
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(OPTIONS, prog="minitrain export", description=__doc__)
+    options = parser.parse_args(arguments)
+    import torch.distributed.checkpoint as dcp
+
+    from minitrain.data.datasets import open_dataset
+    from minitrain.run.checkpoint.checkpoint_files import (
+        IndexedReader,
+        complete_steps,
+        find_damage,
+        make_empty,
+        read_description,
+    )
+    from minitrain.run.checkpoint.checkpoint_state import changing, check_weights
+    from minitrain.run.config.checks import CHATS
+    from minitrain.run.config.load import load
+    from minitrain.run.launch.start import make_trainer, start
+    from minitrain.run.monitor.progress import next_command
+    from minitrain.run.tasks.exports import export
+
+    out = Path(options.out)
+    if out.exists():
+        raise InputError(f"--out {out} exists already (name a new folder)")
+    checkpoints = Path(options.run, "checkpoints")
+    steps = complete_steps(checkpoints)
+    if not steps:
+        raise InputError(f"{checkpoints} holds no checkpoint (--run is a run's out_dir)")
+    step = options.step or steps[-1]
+    if step not in steps:
+        raise InputError(f"{checkpoints} holds steps {steps}, not {step}")
+    folder = checkpoints / f"step-{step:08d}"
+    if problem := find_damage(folder, 0, 1):
+        raise InputError(f"checkpoint {folder} is damaged: {problem}")
+    config = load(Path(options.run, "config.yaml"), ALONE.split())
+    asks = None
+    if config.task in CHATS:
+        # the chats say how replies begin
+        asks = getattr(open_dataset(config)[0], "asks", None)
+    trainer = make_trainer(config, start(config))
+    weights = changing(trainer.model)
+    reader = IndexedReader(folder, read_description(folder)["files"])
+    stored = reader.index.state_dict_metadata
+    check_weights(folder, stored, weights, set(weights))
+    dcp.load(weights, storage_reader=reader)
+    # a run with optim.ema writes the averages of its weights
+    averages = {
+        f"{name}/ema": tensor.float()
+        for name, tensor in weights.items()
+        if f"{name}/ema" in stored
+    }
+    dcp.load(averages, storage_reader=reader)
+    for entry, average in averages.items():
+        weights[entry.removesuffix("/ema")].copy_(average)
+    work = out.with_name(f"{out.name}.tmp")
+    make_empty(work)
+    export(trainer, config, work, asks)
+    work.rename(out)
+    print(f"{out} holds step {step} of {options.run}")
+    print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")

@@ -1,0 +1,196 @@
+"""Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT, streamed to the
+terminal; or answer a file of prompts, with --prompts; or converse, with --chat alone.
+
+DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's
+out_dir. With --n, the samples are made together and shown one after the other. With --task
+diffusion, DIR is a Wan model, and videos come out: see --task diffusion --help.
+"""
+
+from importlib import import_module
+
+from minitrain.run.launch import cli
+from minitrain.run.launch.cli import home_path, positive
+
+COUNT = positive(int, most=1 << 20)
+COMMON = {
+    "--model": (
+        home_path,
+        ...,
+        "a folder in Hugging Face layout, as a run's out_dir",
+    ),
+    "--adapter": (
+        home_path,
+        None,
+        "a LoRA run's out_dir, PEFT's, or for videos a file",
+    ),
+    "--seed": (
+        int,
+        0,
+        "of the samples",
+    ),
+    "--device": (
+        ["auto", "cpu", "cuda"],
+        "auto",
+        "where to compute",
+    ),
+}
+TEXT = {
+    "--prompt": (
+        str,
+        None,
+        "the text to continue",
+    ),
+    "--prompts": (
+        home_path,
+        None,
+        "a file of them: lines of text, or .jsonl with `prompt`",
+    ),
+    "--out": (
+        home_path,
+        None,
+        "a .jsonl file for the answers to --prompts",
+    ),
+    "--system": (
+        str,
+        None,
+        "with --chat: the system prompt",
+    ),
+    "--tokenizer": (
+        home_path,
+        None,
+        "if not the adapter's or the model's own; or bytes",
+    ),
+    "--max-tokens": (
+        positive(int),
+        200,
+        "of a sample",
+    ),
+    "--temperature": (
+        positive(float, zero=True),
+        0.8,
+        "0: the likeliest token",
+    ),
+    "--top-k": (
+        positive(int),
+        0,
+        "choose among the K likeliest tokens",
+    ),
+    "--top-p": (
+        float,
+        1.0,
+        "... that hold this share of the probability",
+    ),
+    "--min-p": (
+        float,
+        0.0,
+        "... at least this share as likely as the likeliest",
+    ),
+    "--n": (
+        positive(int, most=1 << 16),
+        1,
+        "how many samples",
+    ),
+}
+VIDEOS = {
+    "--prompts": (
+        home_path,
+        ...,
+        "a safetensors file, or shapes, or lines of text with --encoders",
+    ),
+    "--out": (
+        home_path,
+        ...,
+        "file for the latents, the picture of shapes (.apng beside it moves), or an .mp4",
+    ),
+    "--encoders": (
+        home_path,
+        None,
+        "a pipeline's folder: its encoders read lines of text, and make the .mp4",
+    ),
+    "--negative": (
+        str,
+        "",
+        "with --encoders: the text that guidance leads away from",
+    ),
+    "--text-tokens": (
+        COUNT,
+        512,
+        "texts are padded to this many tokens",
+    ),
+    "--sampler": (
+        ["euler", "unipc"],
+        "unipc",
+        "of the flow",
+    ),
+    "--steps": (
+        COUNT,
+        50,
+        "of the sampler",
+    ),
+    "--shift": (
+        positive(float),
+        5.0,
+        "3 for 480p, 5 for 720p",
+    ),
+    "--guidance": (
+        positive(float, zero=True),
+        5.0,
+        "1: none, in half the time",
+    ),
+    "--dtype": (
+        ["fp32", "bf16"],
+        None,
+        "of the weights; by default the files'",
+    ),
+}
+VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts
+FILE --out FILE.
+
+DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want
+--dtype bf16 on a GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a
+file as diffusers, ComfyUI or musubi-tuner write it. The prompts are a safetensors file with `text`,
+embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one
+for all (without it, zeros; published models want the embedding of an empty prompt or of what is not
+to be seen); for image-to-video models also `condition` and `image` (see data/video/latents.py). The
+result is a safetensors file with `latents` [videos, channels, frames, height, width], normalized as
+those of the training: the video autoencoder decodes them times its std, plus its mean. With
+--encoders, the download of a pipeline in diffusers' layout, the prompts are lines of text, and the
+result is an .mp4 file, or one for each line: name-1.mp4, name-2.mp4, ... `--prompts shapes` are
+those of the toy world (data/video/shapes.py): the result is a PNG, the same as a moving .apng, and a score.
+"""
+
+
+def main(arguments: list[str]) -> None:
+    chooser = cli.Parser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--task", choices=["text", "diffusion"], default="text")
+    chosen, rest = chooser.parse_known_args(arguments)
+    if chosen.task == "text":
+        module = "generate_text"
+        parser = cli.Parser(
+            TEXT | COMMON, prog="python -m minitrain.generate", description=__doc__
+        )
+        parser.add_argument(
+            "--chat",
+            action="store_true",
+            help="answer, without --prompt line after line",
+        )
+        parser.add_argument(
+            "--stop", action="append", default=[], help="end after it (repeatable)"
+        )
+    else:
+        module = "generate_video"
+        parser = cli.Parser(
+            VIDEOS | COMMON,
+            prog="python -m minitrain.generate --task diffusion",
+            description=VIDEO,
+        )
+        parser.add_argument(
+            "--size", type=COUNT, nargs=3, help="frames, height, width of latents"
+        )
+    options = parser.parse_args(rest)
+    # brings torch, which takes seconds
+    import_module(f"minitrain.commands.{module}").run(options)
+
+
+if __name__ == "__main__":
+    cli.run(main)

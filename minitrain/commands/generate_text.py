@@ -1,0 +1,162 @@
+"""Continue texts and answer chats in the terminal: what python -m minitrain.generate does."""
+
+import json
+import sys
+from argparse import Namespace
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from shlex import quote
+
+from minitrain.data.chat.chat_templates import ChatTemplate, Message, choose_template
+from minitrain.data.chat.chats import encode_question, end_of_reply
+from minitrain.data.records import Skips, lines_of, read_records, text_of
+from minitrain.data.tokenizer import (
+    Tokenizer,
+    check_same_ids,
+    load_tokenizer,
+    tokenizer_folder,
+)
+from minitrain.errors import InputError, hub_hint, located, refuse, refused
+from minitrain.formats.hf import read_config
+from minitrain.formats.peft import load_merged
+from minitrain.models.wan_config import WanConfig
+from minitrain.rollout.engine import Sampler
+from minitrain.rollout.sampling import SamplingParams
+from minitrain.rollout.scheduler import Sample
+from minitrain.run.launch import cli
+from minitrain.run.launch.start import pick_device
+
+
+def run(options: Namespace) -> None:
+    """Continue or answer --prompt, each of --prompts, or with --chat alone line after line."""
+    cli.use_huge_pages()
+    check_folders(options)
+    config = read_config(options.model)
+    if isinstance(config, WanConfig):
+        raise InputError(
+            f"--model {options.model} is a diffusion model, which needs --task diffusion"
+        )
+    source = options.tokenizer or tokenizer_folder(options.model, options.adapter)
+    check_same_ids(source, options.model, "--tokenizer ")
+    tokenizer = load_tokenizer(source)
+    template = choose_template("auto", tokenizer) if options.chat else None
+    replied = template and end_of_reply(template, tokenizer)
+    before = [Message("system", options.system)] if options.system else []
+    texts = read_prompts(options)
+    prompts = [encode([*before, Message("user", text)], template, tokenizer) for text in texts]
+    params = SamplingParams(
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        options.max_tokens,
+        options.n,
+        () if replied is None else (replied,),
+        tuple(options.stop),
+        options.seed,
+    )
+    # of a conversation nobody knows the length
+    longest = max(map(len, prompts)) + options.max_tokens if prompts else None
+    samples = options.n * max(1, len(prompts))
+    model = load_merged(options.model, options.adapter, device=pick_device(options.device))
+    sampler = Sampler(model, tokenizer, samples=samples, longest=longest)
+    if options.prompts:
+        write_answers(options, texts, sampler.generate_text(prompts, params))
+    elif prompts:
+        show(sampler, sampler.submit(prompts[0], params), "" if template else texts[0])
+    else:
+        converse(sampler, params, before, template)
+
+
+def read_prompts(options: Namespace) -> list[str]:
+    """Return --prompt, or each line of --prompts, of a .jsonl file its `prompt`; none to converse."""
+    alone = (
+        (
+            options.prompts and options.prompt is not None,
+            "--prompt and --prompts: give one of them",
+        ),
+        (options.out and not options.prompts, "--out is for the answers to --prompts (add it)"),
+        (options.system and not options.chat, "--system is of a chat (add --chat)"),
+    )
+    refuse(alone)
+    if options.prompts:
+        cli.check_writable("out", options.out)
+        file = Path(options.prompts)
+        if file.suffix == ".jsonl":
+            return list(read_records([file], partial(text_of, key="prompt"), Skips()))
+        return lines_of(file)
+    if options.prompt is None and not options.chat:
+        raise InputError("--prompt is missing (or --prompts FILE, or --chat alone to converse)")
+    return [] if options.prompt is None else [options.prompt]
+
+
+def encode(
+    messages: list[Message], template: ChatTemplate | None, tokenizer: Tokenizer
+) -> list[int]:
+    """Return the ids that ask for a reply to messages, or without a template continue the last."""
+    text = messages[-1].content
+    with refused("--prompt is not UTF-8"):
+        text.encode()
+    if template is None:
+        prompt = tokenizer.encode_prompt(text)
+    else:
+        with located("--prompt"):
+            prompt = encode_question(messages, template, tokenizer)
+    if not prompt:
+        raise InputError("--prompt is empty: give at least one character")
+    return prompt
+
+
+def write_answers(options: Namespace, prompts: list[str], answers: list[str]) -> None:
+    """Write each answer with its prompt as a line of JSON, to --out or the terminal."""
+    each = [prompt for prompt in prompts for _ in range(options.n)]
+    lines = [
+        json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n"
+        for prompt, text in zip(each, answers, strict=True)
+    ]
+    if options.out is None:
+        sys.stdout.write("".join(lines))
+    else:
+        Path(options.out).write_text("".join(lines), encoding="utf-8")
+        print(f"{options.out} holds {len(lines):,} answers, each a line with prompt and text")
+        made = quote(options.model)
+        made += f" --adapter {quote(options.adapter)}" if options.adapter else ""
+        print(f"next: minitrain evaluate --chat --model {made} FILE compares answers")
+
+
+def converse(
+    sampler: Sampler, params: SamplingParams, messages: list[Message], template: ChatTemplate
+) -> None:
+    """Answer line after line, with all that was said before, to the end of the input (Ctrl-D)."""
+    with suppress(EOFError):
+        while True:
+            messages.append(Message("user", input("> ")))
+            prompt = encode(messages, template, sampler.tokenizer)
+            reply = show(sampler, sampler.submit(prompt, params), "")
+            messages.append(Message("assistant", reply))
+
+
+def show(sampler: Sampler, samples: list[Sample], prompt: str) -> str:
+    """Write the texts of samples behind their prompt as they come. Returns the last one."""
+    for number, sample in enumerate(samples, 1):
+        if len(samples) > 1:
+            print(f"--- sample {number} of {len(samples)}")
+        sys.stdout.write(prompt)
+        reply = ""
+        for piece in sampler.follow(sample):
+            print(piece, end="", flush=True)
+            reply += piece
+        print()
+    return reply
+
+
+def check_folders(options: Namespace) -> None:
+    """Raise InputError where --model or --adapter names no folder."""
+    for name in ("model", "adapter"):
+        if (folder := getattr(options, name)) and not Path(folder).is_dir():
+            hint = (
+                hub_hint(folder, f"--{name} ")
+                or " (give one in Hugging Face layout, such as a run's out_dir)"
+            )
+            raise InputError(f"--{name} {folder} is no folder{hint}")

@@ -1,0 +1,184 @@
+"""Generate latents of videos: what python -m minitrain.generate --task diffusion does."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitrain.data.records import lines_of
+from minitrain.data.video import shapes
+from minitrain.data.video.encoders import Encoders, load_av, write_mp4
+from minitrain.data.video.latents import TEXTS, check_shapes, model_shapes, read_video
+from minitrain.errors import InputError, located
+from minitrain.formats.peft import load_merged
+from minitrain.formats.tensor_files import write_tensors
+from minitrain.models.wan import Wan
+from minitrain.rollout.flow_sampling import SAMPLERS, guided, sigma_schedule
+from minitrain.run.launch import cli
+from minitrain.run.launch.start import pick_device
+
+VIDEO_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def run(options: Namespace) -> None:
+    """Write what the model makes of --prompts to --out."""
+    out = Path(options.out)
+    prompts_file = Path(options.prompts)
+    # before minutes of work
+    if not out.parent.is_dir():
+        raise InputError(f"--out {options.out}: the folder {out.parent} does not exist")
+    # /dev/null would become a file
+    if out.exists() and not out.is_file():
+        raise InputError(f"--out {options.out} is a folder or a device (name a file)")
+    cli.check_writable("out", options.out)
+    if options.prompts != "shapes" and not prompts_file.is_file():
+        raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
+    if bool(options.encoders) != options.out.endswith(".mp4"):
+        raise InputError(
+            f"--out {options.out}: with --encoders it is an .mp4 file, of prompts in lines of text"
+        )
+    device = pick_device(options.device)
+    encoders = None
+    if options.encoders:
+        # before minutes of work
+        load_av(options.out)
+        encoders = Encoders(options.encoders, device)
+    model = load_merged(options.model, options.adapter, VIDEO_DTYPES.get(options.dtype), device)
+    if not isinstance(model, Wan):
+        raise InputError(
+            f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)"
+        )
+    way = {
+        name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")
+    }
+    if options.prompts == "shapes":
+        print(draw_shapes(model, options.out, **way))
+        print(f"next: open {out.with_suffix('.apng')} in a browser: they move")
+        return
+    if options.size is None:
+        raise InputError(
+            "--size is missing: frames, height and width of the latents, such as 21 60 104"
+        )
+    if encoders:
+        prompts = embed_lines(encoders, prompts_file, options.negative, options.text_tokens)
+    else:
+        prompts = read_prompts(prompts_file, options.text_tokens)
+    check_prompts(prompts, model, options.size, options.prompts)
+    latents = generate(model, prompts, options.size, **way)
+    if not latents.isfinite().all():
+        raise InputError("the latents are not finite (use less --guidance, or another --model)")
+    if encoders:
+        for number, video in enumerate(latents, 1):
+            file = out
+            if len(latents) > 1:
+                file = out.with_stem(f"{out.stem}-{number}")
+            write_mp4(file, encoders.decode(video))
+            print(f"wrote {file}: open it in a player of videos")
+    else:
+        write_tensors({"latents": latents}, options.out)
+        print(f"{options.out} holds latents of {len(latents)} videos")
+        print("next: the same command with --encoders makes an .mp4 file of lines of text")
+
+
+def embed_lines(
+    encoders: Encoders, path: Path, negative: str, text_tokens: int
+) -> dict[str, Tensor]:
+    """Return the embeddings of a file's lines, and of what guidance leads away from, fp32."""
+    lines = [*lines_of(path), negative]
+    texts = [encoders.encode_text(line, text_tokens).float() for line in lines]
+    *each, hidden = [F.pad(text, (0, 0, 0, text_tokens - len(text))) for text in texts]
+    return {"text": torch.stack(each), "negative": hidden.expand(len(each), -1, -1)}
+
+
+def generate(
+    model: Wan,
+    prompts: dict[str, Tensor],
+    size: Sequence[int],
+    sampler: str = "unipc",
+    steps: int = 50,
+    shift: float = 5.0,
+    guidance: float = 5.0,
+    seed: int = 0,
+) -> Tensor:
+    """Return fp32 latents [videos, channels, *size], from the same noise on every device.
+
+    All ranks of a sharded model call it.
+    """
+    device = model.proj_out.weight.device
+    # which takes no larger ones
+    random = torch.Generator().manual_seed(seed % (1 << 64))
+    noise = torch.randn(len(prompts["text"]), model.config.out_channels, *size, generator=random)
+    known = {key: value.to(device) for key, value in prompts.items()}
+    velocity = guided(model, scale=guidance, **known)
+    return SAMPLERS[sampler](velocity, noise.to(device), sigma_schedule(steps, shift)).cpu()
+
+
+def read_prompts(path: Path, text_tokens: int) -> dict[str, Tensor]:
+    """Read text, negative, condition and image from a file, in fp32.
+
+    Texts are padded with zeros.
+    """
+    prompts = read_video(path, [*TEXTS, "condition", "image"])
+    text = prompts.get("text")
+    if text is None or text.ndim != 3 or not len(text):
+        raise InputError(
+            f"{path} must hold a tensor `text` [videos, tokens, text_dim], of one video at least"
+        )
+    for name in TEXTS:
+        if name in prompts and prompts[name].ndim == 3:
+            missing = text_tokens - prompts[name].shape[1]
+            if missing < 0:
+                raise InputError(
+                    f"{path}: {name} has {prompts[name].shape[1]} tokens, more than --text-tokens {text_tokens}"
+                )
+            prompts[name] = F.pad(prompts[name], (0, 0, 0, missing))
+    negative = prompts.get("negative")
+    if negative is not None and negative.shape[:1] == (1,):
+        prompts["negative"] = negative.expand(len(text), *negative.shape[1:])
+    return prompts
+
+
+def check_prompts(
+    prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str
+) -> None:
+    """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
+    wanted = {
+        name: (len(prompts["text"]), *shape)
+        for name, shape in model_shapes(model.config, size).items()
+    }
+    del wanted["latents"]  # which are to be made
+    with located(f"--prompts {source}"):
+        check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted)
+
+
+def draw_shapes(
+    model: Wan,
+    path: str | Path,
+    steps: int = 12,
+    guidance: float = 4.0,
+    write: bool = True,
+    **way,
+) -> str:
+    """Write a PNG of what the model draws for every prompt of the toy world.
+
+    Returns how much is right, in words.
+    write: all ranks of a sharded model draw, but one is to write.
+    """
+    channels = model.config.out_channels
+    if channels != shapes.CHANNELS:
+        raise InputError(
+            f"--prompts shapes: their latents have {shapes.CHANNELS} channels, the model's {channels}"
+        )
+    world = shapes.ShapesWorld()
+    prompts = shapes.all_prompts()
+    text = {"text": torch.stack([shapes.embed_text(words) for words in prompts])}
+    size = shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH
+    check_prompts(text, model, size, "shapes")
+    videos = world.decode(generate(model, text, size, steps=steps, guidance=guidance, **way))
+    if write:
+        shapes.write_sheet(path, videos, [" ".join(words) for words in prompts])
+    score = [f"{name} {share:.0%}" for name, share in world.judge(videos, prompts).items()]
+    return f"{path}: right in {', '.join(score)}"

@@ -1,0 +1,1 @@
+"""Chats as rows: fine-tuning, preferences, problems."""

@@ -1,0 +1,354 @@
+"""Chats as tokens: a line of JSON -> messages -> the text of a chat template -> tokens and labels.
+
+A model should learn to answer, not to ask: only the assistant's turns are predicted, each with the
+token that ends it. A turn is tokenized apart from what stands before it, just as it follows the
+prompt when the model generates. Text in a message that spells a special token becomes that token,
+as it does in transformers.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minitrain.data.chat.chat_keys import CHAT_KEYS, LEARNING
+from minitrain.data.chat.chat_templates import (
+    BEGINNING,
+    EOS,
+    NO_KEYS,
+    Chat,
+    ChatTemplate,
+    Message,
+    Rendering,
+)
+from minitrain.data.records import text_of
+from minitrain.data.tokenizer import Tokenizer
+from minitrain.errors import InputError, located
+from minitrain.training.loss import IGNORE
+
+# characters before a text that its first token can depend on
+LONGEST_TOKEN = 64
+
+
+class ChatSample(NamedTuple):
+    """A model's input and its targets. tokens: int64 [n]; labels: int64 [n], IGNORE or next token.
+
+    It ends where the last label is predicted: what comes after that token would teach nothing.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+def encode_chat(
+    messages: Chat, template: ChatTemplate, tokenizer: Tokenizer, shown: Mapping = NO_KEYS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a chat, int64 [n], and which of them the model is to say, bool [n].
+
+    shown: what the template sees beside the messages, as from `read_shown`. Raises InputError for
+    what the template does not take.
+    """
+    return encode_pieces(Rendering(template, messages, shown).pieces(), tokenizer)
+
+
+def encode_question(
+    messages: Chat, template: ChatTemplate, tokenizer: Tokenizer, shown: Mapping = NO_KEYS
+) -> list[int]:
+    """Return the tokens that a reply to `messages` follows. Raises InputError likewise."""
+    text = Rendering(template, messages, shown).question()
+    return encode_pieces([(text, False)], tokenizer)[0].tolist()
+
+
+def end_of_reply(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends a reply; None if the template does not show where one ends."""
+    try:
+        chat = [Message("user", "?"), Message("assistant", "!")]
+        tokens, said = encode_chat(chat, template, tokenizer)
+    except InputError:
+        return None
+    return int(tokens[said][-1])
+
+
+def encode_pieces(pieces: Iterable, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of pieces of text, int64 [n], and which the model is to say, bool [n]."""
+    tokens = []
+    said = []
+    before = ""
+    for text, is_reply in pieces:
+        ids = []
+        for part in re.split(f"([{BEGINNING}{EOS}])", text):
+            if part == BEGINNING:
+                # without eos, which some tokenizers put behind a whole text
+                ids += tokenizer.beginning_ids
+            elif part == EOS:
+                ids.append(tokenizer.eos_id)
+                before = "\n"
+            else:
+                ids += encode_after(before, part, tokenizer.encode)
+                before = (before + part)[-LONGEST_TOKEN:]
+        tokens += ids
+        said += [is_reply] * len(ids)
+    return np.array(tokens, np.int64), np.array(said, bool)
+
+
+def encode_after(before: str, text: str, encode: Callable[[str], Sequence]) -> Sequence:
+    """Return the tokens of `text`, where `before` precedes it.
+
+    Many vocabularies add a space at the start of a whole text. Where both share a token, the tokens
+    of `text` alone.
+    """
+    context = encode(before)
+    whole = encode(before + text)
+    start = len(context)
+    return whole[start:] if np.array_equal(whole[:start], context) else encode(text)
+
+
+def make_sample(tokens: np.ndarray, said: np.ndarray) -> ChatSample:
+    """Return the sample of an encoded chat. The very first token cannot be predicted."""
+    labels = np.where(said[1:], tokens[1:], IGNORE)
+    stop = int(np.flatnonzero(said).max(initial=0))
+    return ChatSample(tokens[:stop], labels[:stop])
+
+
+def split_reply(sample: ChatSample) -> tuple[list[int], list[int]]:
+    """Split a sample before its last reply. Returns the tokens of both sides."""
+    predicted = sample.labels != IGNORE
+    start = len(predicted) - int(np.argmin(np.append(predicted[::-1], False)))
+    return sample.tokens[: start + 1].tolist(), sample.labels[start:].tolist()
+
+
+# ------------------------------------------------------------------------------------------------------ lines of files
+
+HIDDEN = CHAT_KEYS["hidden"] + CHAT_KEYS["hidden_line"]
+LEARNED_INSIDE = CHAT_KEYS["learned"] + CHAT_KEYS["learned_inside"]
+# ShareGPT's names of roles
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def read_messages(record: dict) -> Chat:
+    """Return the messages of one JSON object.
+
+    `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or
+    `context`, `question` and `answers` as in SQuAD, of which the first answer counts; or a prompt
+    and a response, under one of the usual keys. The system's text may stand beside them. Keys about
+    what is shown to the model or learned are refused where they would be lost; others are ignored.
+    Raises InputError for anything else.
+    """
+    learned = is_learned(record, CHAT_KEYS["learned"])
+    for key in ("label", "kto_tag", "desirable"):
+        if record.get(key) is False:
+            raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
+    turns = with_system(_read_layout(record), record)
+    return turns if learned else [turn._replace(learned=False) for turn in turns]
+
+
+def read_shown(record: dict) -> dict:
+    """Return what a template is shown beside the messages of a line: tools and other variables.
+
+    tools, documents: lists. enable_thinking: a variable that verl reads there. chat_template_kwargs:
+    variables by name. Raises InputError for anything else.
+    """
+    shown = {key: read_value(record, key, list) for key in ("tools", "documents")}
+    shown["enable_thinking"] = record.get("enable_thinking")
+    shown |= read_value(record, "chat_template_kwargs", dict) or {}
+    return {key: value for key, value in shown.items() if value is not None}
+
+
+def read_value(record: dict, key: str, kind: type) -> Any:
+    """Return a list or an object, which may be written as JSON in a text; None if it is empty."""
+    value = record.get(key)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise InputError(f"{key!r} is a text that is not valid JSON: {error}") from None
+    if value and not isinstance(value, kind):
+        raise InputError(f"{key!r} must be a {kind.__name__}, not {type(value).__name__}")
+    return value or None
+
+
+def _read_layout(record: dict) -> Chat:
+    if chat := chat_key(record):
+        refuse_hidden(record, [*HIDDEN, "context"], "the messages")
+        turns = read_turns(record, chat)
+        if not any(turn.role == "assistant" for turn in turns):
+            raise InputError(f"{chat!r} has no message of the assistant, so nothing to learn")
+        return turns
+    if "context" in record and record.get("answers"):
+        refuse_hidden(record, HIDDEN + CHAT_KEYS["hidden_beside"], "the question")
+        asked, answer = read_squad(record)
+    else:
+        prompt = usual_key(record, CHAT_KEYS["prompts"])
+        response = usual_key(record, CHAT_KEYS["responses"])
+        if prompt is None or response is None:
+            raise InputError(
+                "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
+                f"{', '.join(CHAT_KEYS['prompts'])}) with a response (one of {', '.join(CHAT_KEYS['responses'])})"
+            )
+        asked = prompt_of(record, prompt)
+        answer = words_of(record, response)
+    return [Message("user", asked), Message("assistant", answer, thought_of(record))]
+
+
+def usual_key(record: dict, names: list[str]) -> str | None:
+    """Return the first of `names` that holds something, else one that is empty but not null."""
+    there = [name for name in names if record.get(name) is not None]
+    filled = [name for name in there if record[name] not in ("", [])]
+    return next(iter(filled + there), None)
+
+
+def chat_key(record: dict) -> str | None:
+    """Return the key of the messages, None where the line is of another layout."""
+    key = usual_key(record, CHAT_KEYS["chats"])
+    return (
+        key if key and (record[key] or usual_key(record, CHAT_KEYS["prompts"]) is None) else None
+    )
+
+
+def refuse_hidden(record: dict, keys: list[str], place: str) -> None:
+    """Raise InputError for what the model should see or say, and would not."""
+    for key in keys:
+        if record.get(key):
+            raise InputError(f"{key!r} is not supported (write it into {place}, or remove it)")
+
+
+def is_learned(record: dict, keys: list[str]) -> bool:
+    """Return false if one of `keys` is 0 or false. Raises InputError for other ways to mask."""
+    for key, value in record.items():
+        if key not in keys and masks(key, value):
+            shown = json.dumps(value)
+            raise InputError(f"{key!r} is {shown} (mask a whole reply by 'train': false)")
+    given = {key: record[key] for key in keys if record.get(key) not in (None, "")}
+    for key, value in given.items():
+        if value not in (0, 1):
+            told = f"{key!r} is {json.dumps(value)}, but a reply is learned or not"
+            raise InputError(f"{told} (1 and true, or 0 and false)")
+    return all(given.values())
+
+
+def masks(key: str, value: Any) -> bool:
+    """Return whether a key is about what is learned, and not empty."""
+    if key in CHAT_KEYS["masked"]:
+        return bool(value)
+    # snake_case or camelCase
+    words = re.split("[^A-Za-z]|(?=[A-Z])", key)
+    first = value[0] if isinstance(value, list) and value else value
+    return first in (0, 1) and any(word.lower().startswith(LEARNING) for word in words)
+
+
+def with_system(turns: Chat, record: dict) -> Chat:
+    """Return the turns, begun by the system's text beside them (OpenOrca, ShareGPT)."""
+    key = usual_key(record, CHAT_KEYS["systems"])
+    if key is None or not record[key]:
+        return turns
+    system = Message("system", text_of(record, key))
+    if not any(turn.role == "system" for turn in turns):
+        return [system, *turns]
+    if system not in turns:
+        raise InputError(f"{key!r} and a message of the system say different things (keep one)")
+    return turns
+
+
+def prompt_of(record: dict, key: str) -> str:
+    """Return the text of a prompt.
+
+    It may have a `context` (Dolly), an `instruction` also an `input` (Alpaca).
+    """
+    beside = ("input", "context") if key == "instruction" else ("context",)
+    hidden = HIDDEN + CHAT_KEYS["hidden_beside"]
+    if key not in ("instruction", "input"):
+        hidden = [*hidden, "input"]
+    refuse_hidden(record, hidden, "the prompt")
+    texts = [text_of(record, name) for name in beside if record.get(name)]
+    return "\n".join([words_of(record, key), *texts])
+
+
+def read_turns(record: dict, key: str) -> Chat:
+    """Return the messages of a list of objects; users and replies must say something."""
+    turns = record[key]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise InputError(f"{key!r} must be a list of objects with 'role' and 'content'")
+    messages = []
+    for number, turn in enumerate(turns):
+        with located(f"{key!r}[{number}]"):
+            messages.append(read_turn(turn))
+    return messages
+
+
+def read_turn(turn: dict) -> Message:
+    sender, content = ("from", "value") if turn.get("from") else ("role", "content")
+    given = text_of(turn, sender)
+    role = SHAREGPT_ROLES.get(given, given)
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise InputError(f"the role {given!r} is not system, developer, user, assistant or tool")
+    refuse_hidden(turn, CHAT_KEYS["hidden"] + CHAT_KEYS["hidden_inside"], repr(content))
+    if isinstance(turn.get(content), list):
+        turn = turn | {content: text_of_parts(turn[content])}
+    more = thought_of(turn)
+    if calls := read_calls(turn):
+        more["tool_calls"] = calls
+    if role == "tool":
+        more |= {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
+    else:
+        refuse_hidden(turn, ["name"], repr(content))
+    text = None
+    if turn.get(content) is not None or not calls:
+        read = text_of if calls or role in ("system", "tool") else words_of
+        text = read(turn, content)
+    return Message(role, text, more, role != "assistant" or is_learned(turn, LEARNED_INSIDE))
+
+
+def thought_of(record: dict) -> dict:
+    """Return the text of a thought by the name that most templates know."""
+    key = usual_key(record, CHAT_KEYS["thoughts"])
+    return {"reasoning_content": text_of(record, key)} if key and record[key] else {}
+
+
+def text_of_parts(content: list) -> str:
+    """Return the text of content in parts."""
+    for number, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type", "text") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise InputError(f"part {number} of its content is {kind!r}, not text")
+    return "".join(text_of(part, "text") for part in content)
+
+
+def read_calls(turn: dict) -> list[dict]:
+    """Return a turn's tool calls as OpenAI's interface has them."""
+    found = []
+    for call in read_value(turn, "tool_calls", list) or []:
+        call = call if isinstance(call, dict) and call.get("function") else {"function": call}
+        function = call["function"]
+        if not isinstance(function, dict) or not function.get("name"):
+            raise InputError(
+                "'tool_calls' must be a list of objects with 'function': {'name': ...}"
+            )
+        arguments = read_value(function, "arguments", dict) or {}
+        found.append(
+            {"type": "function"} | call | {"function": function | {"arguments": arguments}}
+        )
+    return found
+
+
+def words_of(record: dict, key: str) -> str:
+    """Return text that is not blank. Raises InputError for all else."""
+    text = text_of(record, key)
+    if not text.strip():
+        raise InputError(f"{key!r} is empty")
+    return text
+
+
+def read_squad(record: dict) -> tuple[str, str]:
+    """Return question and answer of NeMo's and Megatron's SQuAD tables. Rajpurkar et al. 2016."""
+    answer = record["answers"]
+    answer = answer.get("text") if isinstance(answer, dict) else answer
+    answer = answer[0] if isinstance(answer, list) and answer else None
+    answer = answer.get("text") if isinstance(answer, dict) else answer
+    if not isinstance(answer, str) or not answer.strip():
+        raise InputError("'answers' must hold a text, as in SQuAD 1.1: {'text': ['...']}")
+    asked = (
+        f"Context: {text_of(record, 'context')} Question: {text_of(record, 'question')} Answer:"
+    )
+    return asked, answer

@@ -1,0 +1,234 @@
+"""Problems for reinforcement learning: prompts with right answers, read from JSONL or made up.
+
+A line has a prompt and an answer, each under one of its usual names (those of GSM8K,
+OpenMathInstruct-2, DAPO-Math-17k and their like). Or it has a chat whose last message is the
+assistant's answer. The chat template (see data/chat/chat_templates.py) turns the prompt into tokens, up
+to where the response begins, and says which token ends a response. The tokens at which the model
+ends any text end it, too: else the model would go on with another text, and be rewarded for that.
+
+Which problems a step takes is a pure function of the seed and the step.
+"""
+
+import json
+
+import numpy as np
+
+from minitrain.data.chat.chat_keys import CHAT_KEYS
+from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
+from minitrain.data.chat.chats import (
+    HIDDEN,
+    chat_key,
+    encode_after,
+    encode_chat,
+    encode_question,
+    make_sample,
+    prompt_of,
+    read_shown,
+    read_turns,
+    refuse_hidden,
+    split_reply,
+    usual_key,
+    with_system,
+    words_of,
+)
+from minitrain.data.files import find_files, held_out_apart
+from minitrain.data.records import Number, Skips, read_records
+from minitrain.data.text.text_rows import fitting_tokenizer, split_off
+from minitrain.data.tokenizer import Tokenizer
+from minitrain.errors import InputError, located
+from minitrain.grpo.batches import Problem
+from minitrain.hashing import nth
+from minitrain.models.decoder_config import DecoderConfig, find_ends
+from minitrain.settings import Config
+
+
+class Problems:
+    """A shuffled, endless sequence of problems."""
+
+    def __init__(self, problems: list[Problem], seed: int, note: str = ""):
+        self.problems = problems
+        self.seed = seed
+        self.about = f"{len(problems):,} problems{note}"
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def take(self, first: int, count: int) -> list[Problem]:
+        """Return problems first, first + 1, ...; each epoch has all of them in another order."""
+        numbers = [nth(n, len(self), self.seed)[1] for n in range(first, first + count)]
+        return [self.problems[number] for number in numbers]
+
+
+def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer, tuple[int, ...]]:
+    """Return the problems to train on, those held out, the tokenizer, and the end tokens.
+
+    Held out: None without data.validation. The tokens end a response, the template's own first.
+    Raises InputError for lines that are no problems, and for prompts that leave no room for a
+    response.
+    """
+    data = config.data
+    if data.validation_path:
+        trained, held = map(open_problems, held_out_apart(config))
+        return trained[0], held[0], *trained[2:]
+    tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
+    template = choose_template(data.template, tokenizer)
+    made_up = data.kind == "mock"
+    skips = Skips(data.on_error == "skip")
+
+    def read(row: dict) -> Problem:
+        messages, answer = read_problem(row, config.grpo.prompt_key, config.grpo.answer_key)
+        problem = encode_problem(messages, answer, row, template, tokenizer)
+        check_length(problem, config)
+        return problem
+
+    if made_up:
+        digits = config.grpo.mock_digits
+        with located(f"grpo.mock_digits={digits}"):
+            problems = [encode_problem(*made, template, tokenizer) for made in reversals(digits)]
+            check_length(problems[0], config)
+    else:
+        problems = list(read_records(find_files(data), read, skips))
+    if not problems:
+        raise InputError(f"data.path={data.path} holds no problem{skips.aside}")
+    # random weights have never seen an end of their own
+    shape = config.model.config if config.model.path else DecoderConfig()
+    ends = find_ends(shape, problems[0].reply[-1], tokenizer.eos_id)
+    share = data.validation or (0.1 if made_up else 0)
+    if not share:
+        return Problems(problems, config.seed, skips.aside), None, tokenizer, ends
+    sides = split_by_prompt(problems, share, config.seed)
+    train, held = (Problems(side, config.seed, skips.aside) for side in sides)
+    return train, held, tokenizer, ends
+
+
+def split_by_prompt(
+    problems: list[Problem], share: float, seed: int
+) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems to train on, and those held out: one of each of a share of all prompts.
+
+    Other lines often have the same prompt: DAPO-Math-17k has all of them a hundred times,
+    OpenMathInstruct-2 several solutions of many.
+    """
+    different = {}
+    for problem in problems:
+        different.setdefault(tuple(problem.prompt), problem)
+    _, held = split_off(list(different.values()), share, seed)
+    hidden = {tuple(problem.prompt) for problem in held}
+    return [problem for problem in problems if tuple(problem.prompt) not in hidden], held
+
+
+def encode_problem(
+    messages: Chat,
+    answer: str,
+    row: dict,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+) -> Problem:
+    """Return the problem of a reply to the messages.
+
+    Where they end with the beginning of a reply, it asks for the rest.
+    """
+    shown = read_shown(row)
+    prompt = encode_question(messages, template, tokenizer, shown)
+    begun = ""
+    if messages[-1].role == "assistant":
+        *messages, last = messages
+        begun = last.content or ""
+    chat = [*messages, Message("assistant", begun + answer)]
+    reply = split_reply(make_sample(*encode_chat(chat, template, tokenizer, shown)))[1]
+    if begun:
+        reply = [*encode_after(begun, answer, tokenizer.encode), reply[-1]]
+    return Problem(prompt, reply, answer, row)
+
+
+def check_length(problem: Problem, config: Config) -> None:
+    room = config.batch.seq_len
+    length = len(problem.prompt)
+    whole = length + len(problem.reply) - 1
+    if length > min(room, config.model.config.max_position_embeddings - 1):
+        raise InputError(
+            f"batch.seq_len={room} leaves no room for a response to a prompt of {length} tokens"
+        )
+    if config.grpo.warmup_steps and whole > room:
+        raise InputError(
+            f"batch.seq_len={room} is too short to warm up on a prompt with its answer, {whole} tokens "
+            f"(use grpo.warmup_steps=0, or batch.seq_len={whole})"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- JSON lines
+
+
+def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str]:
+    """Return the messages and the answer of a line.
+
+    An empty key stands for the first usual name that holds something.
+    """
+    chat = chat_key(row)
+    refuse_hidden(row, HIDDEN, "the prompt")
+    if 0 in (row.get(key) for key in CHAT_KEYS["learned"]):
+        raise InputError("the line is not to be learned (remove it)")
+    if chat is None or prompt_key:
+        turns = read_prompt(row, prompt_key)
+        answer = None
+    else:
+        refuse_hidden(row, ["context"], "the messages")
+        turns = read_turns(row, chat)
+        if len(turns) < 2 or turns[-1].role != "assistant":
+            raise InputError(
+                f"{chat!r} must end with the assistant's answer to what comes before (if all of it is the prompt, "
+                f"say so: grpo.prompt_key={chat})"
+            )
+        *turns, last = turns
+        if not last.learned:
+            raise InputError(f"the last message of {chat!r} is masked, but it is the answer")
+        answer = words_of(last.as_dict(), "content")
+    if answer is None or answer_key:
+        answer = answer_of(row, answer_key)
+    return with_system(turns, row), answer
+
+
+def read_prompt(row: dict, key: str) -> Chat:
+    """Return a prompt's messages: text, which is the user's, or a list. key: see `read_problem`."""
+    name = key or usual_name(row, CHAT_KEYS["prompts"], "prompt")
+    if isinstance(row.get(name), list):
+        refuse_hidden(row, ["context"], "the messages")
+        turns = read_turns(row, name)
+        if not turns:
+            raise InputError(f"{name!r} is empty")
+        return turns
+    return [Message("user", words_of(row, key) if key else prompt_of(row, name))]
+
+
+def answer_of(row: dict, key: str) -> str:
+    """Return the answer as text, a number with the digits it has there.
+
+    DAPO-Math-17k has it in `reward_model`.
+    """
+    row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
+    name = key or usual_name(row, CHAT_KEYS["answers"], "answer")
+    value = row.get(name)
+    if isinstance(value, Number):
+        return value.digits()
+    return json.dumps(value) if isinstance(value, int) else words_of(row, name)
+
+
+def usual_name(row: dict, names: list[str], what: str) -> str:
+    found = usual_key(row, names)
+    if found is None:
+        known = ", ".join(names)
+        raise InputError(f"no {what} (one of {known}; or name its key by grpo.{what}_key)")
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- made up
+
+
+def reversals(digits: int) -> list[tuple[Chat, str, dict]]:
+    """Return up to 4,000 different strings of digits to be reversed, always the same ones."""
+    count = min(4000, 10**digits)
+    draws = np.random.default_rng(digits).integers(10, size=(4 * count, digits))
+    texts = dict.fromkeys("".join(map(str, draw)) for draw in draws.tolist())
+    return [
+        ([Message("user", text)], text[::-1], {"prompt": text}) for text in list(texts)[:count]
+    ]

@@ -1,0 +1,224 @@
+"""A corpus: documents of tokens laid end to end, which lie in memory or in files.
+
+A text becomes tokens once. With data.cache they go to a file there, from which rows are read: then
+neither texts nor tokens need to fit in memory, only 40 bytes per document. One process writes, the
+others on its machines wait for it. The file is found again by the settings that make it, and by
+size and time of the data's and the tokenizer's files.
+"""
+
+import fcntl
+import hashlib
+import io
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from minitrain.data.chat.chats import LONGEST_TOKEN, encode_after
+from minitrain.data.records import Skips
+from minitrain.data.text.token_files import TokenFile, stamp_of
+from minitrain.data.tokenizer import Tokenizer
+from minitrain.errors import InputError, refused
+
+# texts, each whole or in pieces
+Documents = Iterable[str | Iterator[str]]
+
+
+@dataclass
+class Corpus:
+    """Spans of tokens, laid end to end. Where a span ends, so does a document.
+
+    stores: token files, or arrays [n]. which, starts, lengths: int64 [spans], the number of the
+    store that has a span, and where. sizes: int64 [spans], in bytes of text; None if unknown.
+    document_end: the id that ends a document inside a span, or -1.
+    """
+
+    stores: Sequence[TokenFile | np.ndarray]
+    which: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    sizes: np.ndarray | None = None
+    document_end: int = -1
+
+    def __post_init__(self):
+        # of each span in the corpus, and of what would follow
+        self.firsts = np.cumsum(np.append(0, self.lengths))
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    @property
+    def predicted(self) -> int:
+        # each document's first token is not predicted
+        return len(self) - len(self.lengths)
+
+    def select(self, chosen: np.ndarray) -> "Corpus":
+        """Return the spans where bool `chosen` [spans] is true."""
+        return Corpus(
+            self.stores,
+            self.which[chosen],
+            self.starts[chosen],
+            self.lengths[chosen],
+            self.sizes[chosen],
+        )
+
+    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens [length + 1] from `start` on, and bool [length], true at documents' ends.
+
+        Where a span ends with the last of them, the tokens are [length].
+        """
+        windows = []
+        ends = []
+        for number, place, count in self._parts(start, length):
+            store = self.stores[self.which[number]]
+            begin = int(self.starts[number]) + place
+            is_last = place + count == self.lengths[number]
+            # and the token that follows, if the span has one
+            window = store[begin : begin + count + (not is_last)]
+            ended = window[:count] == self.document_end
+            ended[-1] |= is_last
+            windows.append(window.astype(np.int64))
+            ends.append(ended)
+        return np.concatenate(windows), np.concatenate(ends)
+
+    def origin(self, start: int, length: int) -> str:
+        """Return the numbers of these tokens' documents, counted as they were kept, or the files."""
+        parts = list(self._parts(start, length))
+        if self.sizes is not None:
+            first = parts[0][0] + 1
+            last = parts[-1][0] + 1
+            return f"document {first}" if first == last else f"documents {first} to {last}"
+        places = {}
+        for number, place, count in parts:
+            store = self.which[number]
+            begin = int(self.starts[number]) + place
+            last = begin + count - 1
+            first, _ = places.get(store, (begin, last))
+            places[store] = first, last
+        return ", ".join(
+            f"{self.stores[store].file} tokens {first} to {last}"
+            for store, (first, last) in places.items()
+        )
+
+    def _parts(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the spans that have some of these tokens, each with their start and number in it."""
+        number = int(np.searchsorted(self.firsts, start, "right")) - 1
+        while length:
+            place = start - int(self.firsts[number])
+            count = min(length, int(self.lengths[number]) - place)
+            if count:
+                yield number, place, count
+            number += 1
+            start += count
+            length -= count
+
+
+def join_files(parts: list[tuple[TokenFile, int, int]], document_end: int) -> Corpus:
+    """Return the tokens from number `first` to before `stop` of each file, laid end to end."""
+    spans = [np.zeros((3, 0), np.int64)]
+    for number, (file, first, stop) in enumerate(parts):
+        borders = np.clip(np.cumsum(np.append(0, file.lengths)), first, stop)
+        lengths = np.diff(borders)
+        spans.append(np.stack([np.full_like(lengths, number), borders[:-1], lengths]))
+        spans[-1] = spans[-1][:, lengths > 0]
+    files = [file for file, _, _ in parts]
+    return Corpus(files, *np.concatenate(spans, axis=1), document_end=document_end)
+
+
+def tokenize(documents: Documents, tokenizer: Tokenizer) -> Corpus:
+    """Return all documents, begun and ended as the tokenizer has it, at 2 or 4 bytes a token."""
+    out = io.BytesIO()
+    lengths, sizes = write_tokens(documents, tokenizer, out)
+    store = np.frombuffer(out.getbuffer(), token_dtype(tokenizer))
+    return _in_one(store, lengths, sizes)
+
+
+def keep_tokens(
+    documents: Documents, tokenizer: Tokenizer, folder: str, made_of: tuple, skips: Skips
+) -> Corpus:
+    """Return what `tokenize` does, with the tokens in a file of `folder`.
+
+    made_of: what tells the file from others. skips: gets those of the time when it was written.
+    """
+    name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]
+    file = Path(folder, f"{name}.tokens")
+    index = file.with_suffix(".npz")
+    with refused(f"data.cache={folder} cannot be used"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (index.exists() and file.exists()):
+                with file.open("wb") as out:
+                    lengths, sizes = write_tokens(documents, tokenizer, out)
+                skipped = [str(skips.count), skips.first]
+                written = file.with_suffix(".part.npz")
+                np.savez(written, lengths=lengths, sizes=sizes, skipped=skipped)
+                written.rename(index)
+        return _read_kept(file, index, token_dtype(tokenizer), skips)
+
+
+def _read_kept(file: Path, index: Path, dtype: np.dtype, skips: Skips) -> Corpus:
+    """Return the corpus of a file that `keep_tokens` wrote. Raises InputError if it is damaged."""
+    stamp = stamp_of(file)
+    try:
+        with np.load(index) as kept:
+            lengths = kept["lengths"]
+            sizes = kept["sizes"]
+            skips.count = int(kept["skipped"][0])
+            skips.first = str(kept["skipped"][1])
+        whole = stamp[0] == lengths.sum() * dtype.itemsize
+    # NumPy and zipfile raise nearly anything for a damaged file
+    except Exception:
+        whole = False
+    if not whole:
+        raise InputError(f"{index} and the tokens beside it are damaged (remove them)")
+    store = TokenFile(file, dtype, 0, lengths, np.iinfo(dtype).max + 1, stamp)
+    return _in_one(store, lengths, sizes)
+
+
+def _in_one(store: TokenFile | np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> Corpus:
+    """Return the corpus of documents that lie end to end in a store."""
+    return Corpus([store], np.zeros_like(lengths), np.cumsum(lengths) - lengths, lengths, sizes)
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    # config.json may name an eos far beyond the vocabulary
+    count = max(tokenizer.vocab_size, 1 + (tokenizer.eos_id or 0))
+    return np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)
+
+
+def write_tokens(
+    documents: Documents, tokenizer: Tokenizer, out: BinaryIO
+) -> tuple[np.ndarray, np.ndarray]:
+    """Write all documents' tokens. Empty ones are left out.
+
+    Returns int64 [documents] each: lengths in tokens, sizes in bytes. A model is asked to continue
+    a prompt that begins with bos: if it never saw one, that would be an untrained embedding. Texts
+    that have it written at their start, as rendered chats do, get no second.
+    """
+    dtype = token_dtype(tokenizer)
+    beginning = np.array(tokenizer.beginning_ids, dtype)
+    eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype)
+    lengths = array("q")
+    sizes = array("q")
+    for document in documents:
+        length = 0
+        size = 0
+        before = ""
+        for text in [document] if isinstance(document, str) else document:
+            ids = encode_after(before, text, tokenizer.encode_array)
+            before = text[-LONGEST_TOKEN:]
+            if len(ids) and not length and not np.array_equal(ids[: len(beginning)], beginning):
+                out.write(beginning)
+                length += len(beginning)
+            out.write(ids.astype(dtype))
+            length += len(ids)
+            size += len(text.encode())
+        if length:
+            out.write(eos)
+            lengths.append(length + len(eos))
+            sizes.append(size)
+    return np.array(lengths, np.int64), np.array(sizes, np.int64)

@@ -1,0 +1,358 @@
+"""Rows of text for training: row n is a pure function of (seed, n).
+
+So a resumed run needs no saved iterator. Documents are tokenized, begun as a prompt is (with bos,
+where the tokenizer puts one), ended by eos, laid end to end, and cut into rows of seq_len. A row
+numbers its documents, so that attention stays inside each, and positions restart with them. An
+epoch visits every row once, in an order that is computed for one row at a time (`shuffled`) and
+never stored. Token files are read row by row: any size opens at once. With data.packing=whole no
+document that fits a row is cut. Left out: streaming from a network.
+
+Unusable data is an error; with data.on_error=skip it is left out and counted. Text and JSONL are
+read, and so checked, in full before the first step. Token files are checked row by row when a row
+is read. Before the first step a sample of them is checked, spread evenly over all files: at most
+CHECKED tokens to train on, and as many held out. To skip bad rows, all rows are read once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minitrain.data.chat.chats import ChatSample
+from minitrain.data.files import SUFFIXES, find_files
+from minitrain.data.records import Skips, read_records, read_texts, text_of
+from minitrain.data.text.corpus import Corpus, join_files, keep_tokens, tokenize
+from minitrain.data.text.token_files import open_tokens, stamp_of
+from minitrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, with_companions
+from minitrain.errors import InputError
+from minitrain.hashing import nth, shuffled
+from minitrain.settings import Data
+from minitrain.training.loss import IGNORE
+from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
+
+Row = dict[str, Tensor]
+# how many tokens of token files are checked before training
+CHECKED = 1 << 21
+
+
+def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple:
+    """Return the training dataset, and the held-out one.
+
+    The latter is None if data.validation is 0; mock data always has one. A dataset has `row(n)` for
+    n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. They are `tokens` and `labels`
+    (the next token, or IGNORE); but for mock data also `positions` and `document_ids`, both counted
+    from 0 in each row. len(dataset): rows per epoch. Some also have `origin(n)`, where row n comes
+    from, for humans; `about`, a note on the data for the log; and `bytes_per_token`, the UTF-8
+    bytes of the text per predicted token, if it is known.
+    """
+    if data.kind == "mock":
+        return Mock(seq_len, vocab_size, seed, split=0), Mock(seq_len, vocab_size, seed, split=1)
+    opened = _open_token_files if data.kind == "tokens" else _open_documents
+    return opened(data, seq_len, vocab_size, seed)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass
+class Mock:
+    """Uniformly random tokens, one endless document per row: for benchmarks.
+
+    `split` 0 and 1 differ.
+    """
+
+    seq_len: int
+    vocab_size: int
+    seed: int
+    split: int
+
+    def __len__(self) -> int:
+        # so that no epoch ever ends
+        return 1 << 40
+
+    def random(self, n: int) -> np.random.Generator:
+        """Return the generator of row n."""
+        return np.random.default_rng((self.seed, self.split, int(n)))
+
+    def row(self, n: int) -> Row:
+        window = torch.from_numpy(self.random(n).integers(self.vocab_size, size=self.seq_len + 1))
+        return {"tokens": window[:-1], "labels": window[1:]}
+
+
+class Packed:
+    """Rows of a corpus: its documents end to end, cut every seq_len tokens, without the rest.
+
+    whole: rows of whole documents instead, by first-fit decreasing, and padded; only documents that
+    are longer than a row are cut, into rows and a rest. usable: the numbers of the rows.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        seq_len: int,
+        seed: int,
+        *notes: str,
+        whole: bool = False,
+    ):
+        self.corpus = corpus
+        self.seq_len = seq_len
+        self.seed = seed
+        self.notes = list(notes)
+        self.bytes_per_token = None
+        if corpus.sizes is not None:
+            self.bytes_per_token = corpus.sizes.sum().item() / corpus.predicted
+        self.whole = whole
+        self.usable: Sequence[int] = range(len(corpus) // seq_len)
+        if whole:
+            # of each piece of at most seq_len tokens, the first in the corpus
+            pieces = (range(*document, seq_len) for document in pairwise(corpus.firsts.tolist()))
+            self.starts = np.fromiter(chain.from_iterable(pieces), np.int64)
+            self.lengths = np.diff(self.starts, append=len(corpus))
+            self.rows = first_fit_decreasing(self.lengths.tolist(), seq_len)
+            self.usable = range(len(self.rows))
+            filled = len(corpus) / max(1, len(self.rows) * seq_len)
+            self.notes.append(f"rows are {filled:.1%} filled")
+
+    @property
+    def about(self) -> str:
+        return "; ".join(filter(None, self.notes))
+
+    def __len__(self) -> int:
+        return len(self.usable)
+
+    def row(self, n: int) -> Row:
+        return self.load(self.number(n))
+
+    def load(self, number: int) -> Row:
+        """Return a row by its place in the corpus."""
+        parts = [pack(*self.corpus.read(*part)) for part in self.parts(number)]
+        if self.whole:
+            return pack_row(parts, self.seq_len, PADDING)
+        return {key: torch.from_numpy(column) for key, column in parts[0].items()}
+
+    def origin(self, n: int) -> str:
+        return ", ".join(self.corpus.origin(*part) for part in self.parts(self.number(n)))
+
+    def number(self, n: int) -> int:
+        """Return the place in the corpus of row n."""
+        return int(self.usable[nth(n, len(self), self.seed)[1]])
+
+    def parts(self, number: int) -> list[tuple[int, int]]:
+        """Return where each piece of a row begins in the corpus, and its length."""
+        if self.whole:
+            return [(int(self.starts[i]), int(self.lengths[i])) for i in self.rows[number]]
+        return [(number * self.seq_len, self.seq_len)]
+
+
+def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
+    """Return a row, or a piece of one, from its tokens and the ends of its documents.
+
+    window: integers [n + 1], or [n] if nothing follows; ends: bool [n], the last tokens of
+    documents. The result's are int64 [n].
+    """
+    index = np.arange(len(ends))
+    begins = np.concatenate(([True], ends[:-1]))
+    labels = np.full(len(ends), IGNORE, np.int64)
+    labels[: len(window) - 1] = window[1:]
+    labels[ends] = IGNORE
+    return {
+        "tokens": window[: len(ends)].astype(np.int64),
+        "labels": labels,
+        "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
+        "document_ids": np.cumsum(begins) - 1,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- documents
+
+
+def read_documents(files: list[Path], field: str) -> Iterator[str]:
+    """Yield the documents of files: of JSONL and tables each object's, at a key; else the text."""
+    skips = Skips()
+    for file in files:
+        if file.name.endswith(SUFFIXES["jsonl"]):
+            yield from read_records([file], partial(_document, field), skips)
+        else:
+            yield from read_texts([file], skips)
+
+
+def _document(field: str, record: dict) -> str:
+    keys = ", ".join(list(record)[:5])
+    hint = f" (it has {keys}: data.field names the key that holds the text; chats need task=sft or lora)"
+    return text_of(record, field, hint)
+
+
+def cut_documents(corpus: Corpus, length: int) -> list[ChatSample]:
+    """Return pieces of at most `length` inputs, which predict all of a document but its first token."""
+    pieces = []
+    for first, size in zip(corpus.firsts, corpus.lengths, strict=False):
+        document, _ = corpus.read(first, size)
+        for start in range(0, len(document) - 1, length):
+            stop = min(start + length, len(document) - 1)
+            pieces.append(ChatSample(document[start:stop], document[start + 1 : stop + 1]))
+    return pieces
+
+
+def _open_documents(
+    data: Data, seq_len: int, vocab_size: int, seed: int
+) -> tuple[Packed, Packed | None]:
+    files = find_files(data)
+    tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
+    skips = Skips(data.on_error == "skip")
+    whole = data.packing == "whole"
+
+    def in_rows(corpus: Corpus, what: str) -> Packed:
+        problem = ""
+        if not corpus.predicted:
+            problem = "no token to predict"
+        elif len(corpus) < seq_len and not whole:
+            problem = f"{len(corpus)} tokens, less than one row of batch.seq_len={seq_len}"
+        if problem:
+            raise InputError(f"{what} holds {problem}{skips.aside}")
+        return Packed(corpus, seq_len, seed, skips.note, whole=whole)
+
+    source = f"data.path={data.path}"
+    if data.kind == "text":
+        documents = read_texts(files, skips, in_pieces=bool(data.cache))
+    else:
+        documents = read_records(files, partial(_document, data.field), skips)
+    lone = False
+    if data.cache:
+        own = tokenizer_file(data.tokenizer)
+        seen = [*files, *(with_companions(own) if own else [])]
+        stamps = [(str(file.resolve()), stamp_of(file)) for file in seen]
+        made_of = data.kind, data.field, data.on_error, tokenizer.below, stamps
+        corpus = keep_tokens(documents, tokenizer, data.cache, made_of, skips)
+    else:
+        if data.validation:
+            lone, documents = split_lone(documents, data.validation)
+        corpus = tokenize(documents, tokenizer)
+    held = None
+    if data.validation:
+        count = len(corpus.lengths)
+        chosen = np.array([False, True])
+        if not lone or count != 2:
+            chosen = hold_out(count, data.validation, seed)
+        train = in_rows(corpus.select(~chosen), f"{source} without validation")
+        held = in_rows(corpus.select(chosen), f"data.validation={data.validation}")
+    else:
+        train = in_rows(corpus, source)
+    if tokenizer.eos_id is None:
+        train.notes.append(
+            f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
+        )
+    return train, held
+
+
+def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer `name`. Raises InputError if an id is not below the model's `vocab_size`.
+
+    Its pad may be, which is neither read nor predicted: a text that spells it is refused.
+    """
+    tokenizer = load_tokenizer(name)
+    beyond = {number for number in tokenizer.vocabulary() if number >= vocab_size}
+    if beyond == {tokenizer.named_id("pad")}:
+        tokenizer.below = vocab_size
+    elif beyond:
+        raise InputError(
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+        )
+    if not 0 <= (tokenizer.eos_id or 0) < vocab_size:
+        raise InputError(
+            f"data.tokenizer={name} has eos={tokenizer.eos_id}, outside model.vocab_size={vocab_size}"
+        )
+    return tokenizer
+
+
+def split_lone(documents: Iterator[str], share: float) -> tuple[bool, Iterator[str]]:
+    """Split a lone document before its tail of a `share`. Returns whether it was lone, and all."""
+    documents = filter(None, documents)
+    first = list(islice(documents, 2))
+    if len(first) != 1:
+        return False, chain(first, documents)
+    text = first[0]
+    cut = round(len(text) * (1 - share))
+    return True, iter((text[:cut], text[cut:]))
+
+
+def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
+    """Return bool [documents], true for a random `share`, chosen by (seed, index).
+
+    At least one is true and one false.
+    """
+    if documents < 2:
+        raise InputError(
+            f"data.validation={share} needs 2 documents, one for each side, but there is {documents}"
+        )
+    count = min(max(1, round(share * documents)), documents - 1)
+    held = np.zeros(documents, bool)
+    held[[shuffled(i, documents, seed) for i in range(count)]] = True
+    return held
+
+
+def split_off(items: Sequence, share: float, seed: int) -> tuple[list, list]:
+    """Return the items to train on, and those that `hold_out` chooses, each in order."""
+    sides = [], []
+    for item, held in zip(items, hold_out(len(items), share, seed), strict=True):
+        sides[int(held)].append(item)
+    return sides
+
+
+# --------------------------------------------------------------------------------------------------------- token files
+
+
+def _open_token_files(
+    data: Data, seq_len: int, vocab_size: int, seed: int
+) -> tuple[Packed, Packed | None]:
+    """Open token files and hold out the end of each: whole rows, or less if that is the share."""
+    end = -1
+    if data.document_end is not None:
+        end = data.document_end
+        if not 0 <= end < vocab_size:
+            raise InputError(
+                f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}"
+            )
+    # which is saved with the model
+    if data.tokenizer != "bytes":
+        fitting_tokenizer(data.tokenizer, vocab_size)
+    skips = Skips(data.on_error == "skip")
+    whole = data.packing == "whole"
+    train = []
+    held = []
+    for file in find_files(data):
+        tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size)
+        if tokens is not None:
+            if whole and end >= 0:
+                tokens.find_documents(end)
+            size = len(tokens)
+            rows = seq_len * round(data.validation * (size // seq_len))
+            cut = size - (rows or round(data.validation * size))
+            train.append((tokens, 0, cut))
+            held.append((tokens, cut, size))
+    train, held = (
+        _usable_rows(Packed(join_files(parts, end), seq_len, seed, whole=whole), skips)
+        for parts in (train, held)
+    )
+    none = f"no row of batch.seq_len={seq_len}"
+    if not len(train):
+        size = f"{len(train.corpus):,} tokens to train on, {none}"
+        raise InputError(f"data.path={data.path} leaves {size}{skips.aside}")
+    if data.validation and not len(held):
+        size = f"{len(held.corpus):,} tokens, {none}"
+        raise InputError(f"data.validation={data.validation} holds out {size}")
+    train.notes.insert(0, skips.note)
+    return train, held if data.validation else None
+
+
+def _usable_rows(rows: Packed, skips: Skips) -> Packed:
+    """Return all rows, some of them checked; or if bad ones are to be skipped, the good rows."""
+    step = 1 if skips.allowed else 1 + len(rows) * rows.seq_len // CHECKED
+    good = [n for n in rows.usable[::step] if skips.read(rows.load, n) is not None]
+    if skips.allowed:
+        rows.usable = np.array(good, np.int64)
+    return rows

@@ -1,0 +1,1 @@
+"""Continue a run exactly."""

@@ -1,0 +1,316 @@
+"""Checkpoints from which a run continues exactly, on the same or another number of ranks.
+
+A checkpoint is a folder `step-00000100` that all ranks see. Each rank writes the parts of weights
+and optimizer state that it holds, through torch.distributed.checkpoint (DCP), which can read them
+back into any other layout; `extra.json` holds what is not a tensor, and describes the files. The
+folder is called `step-00000100.tmp` until all is on disk, so what has its final name is complete,
+and a kill at any moment leaves the one before. Before one is loaded, its files are compared with
+what was written (checkpoint_files.py): where one is damaged, the checkpoint before it is taken.
+What is stored is in checkpoint_state.py.
+
+Not stored: learning rates, data position and random state, which are functions of the config and
+the step; and frozen weights, beside which adapters are trained, but for a digest that tells whether
+they are still the same.
+"""
+
+import shutil
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from minitrain.errors import InputError
+from minitrain.parallel.agreement import gather, lead, together
+from minitrain.run.checkpoint.checkpoint_files import (
+    INDEX,
+    IndexedReader,
+    Writer,
+    await_file,
+    clean_up,
+    complete_steps,
+    delete,
+    find_damage,
+    first_failure,
+    make_empty,
+    measure,
+    read_description,
+    remove,
+    set_aside,
+    tolerated,
+    write_description,
+)
+from minitrain.run.checkpoint.checkpoint_state import (
+    changing,
+    check_origin,
+    check_weights,
+    frozen_digest,
+    prepare_optimizer,
+    state_tensors,
+)
+from minitrain.run.checkpoint.durable import sync_folder
+from minitrain.settings import Config
+from minitrain.training.loop import Trainer
+
+
+class Checkpointer:
+    """Saves to and loads from `folder`. All ranks make one together, and call its methods together.
+
+    keep: how many checkpoints stay on disk, the newest ones.
+    group: the ranks that have the model, the first rank among them; a group on gloo that nothing
+    else uses meanwhile.
+    asynchronous: save() returns as soon as the state is copied to host memory, and a thread writes
+    the copy. Raises InputError, on all ranks alike, if some see another folder under this name, on
+    a disk of their node.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        keep: int,
+        asynchronous: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.folder = Path(folder)
+        self.keep = keep
+        # the thread's own: training uses the default group meanwhile
+        self.group = dist.new_group(backend="gloo") if group is None else group
+        self.thread = ThreadPoolExecutor(1) if asynchronous else None
+        self.pending: Future | None = None
+        # of the frozen weights, which do not change
+        self.bases: dict[Module, str] = {}
+        name, node = lead(self.group, clean_up, self.folder)
+        probe = self.folder / name
+        try:
+            together(self.group, await_file, probe, node)
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def latest(self) -> int | None:
+        """Return the step of the newest complete checkpoint; None if there is none."""
+        return max(complete_steps(self.folder), default=None)
+
+    def save(
+        self,
+        step: int,
+        model: Module,
+        optimizer: Optimizer,
+        extra: dict,
+    ) -> None:
+        """Write a checkpoint of `step`, replacing one of the same step.
+
+        extra: anything that JSON can hold.
+
+        Raises OSError if this write, or the pending one, fails; the checkpoints before it stay.
+        """
+        self.wait()
+        tensors = state_tensors(model, optimizer)
+        description = {
+            "optimizer": type(optimizer).__name__,
+            "base": self._base(model),
+            "extra": extra,
+        }
+        if self.thread:
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            self.pending = self.thread.submit(self._write, step, tensors, description)
+        else:
+            self._write(step, tensors, description)
+
+    def wait(self) -> None:
+        """Return when no save is pending. Raises OSError if the pending one failed."""
+        pending = self.pending
+        self.pending = None
+        if pending:
+            pending.result()
+
+    def load(self, model: Module, optimizer: Optimizer) -> dict | None:
+        """Fill model and optimizer from the newest whole checkpoint; return its `extra`, or None.
+
+        Damaged ones that are newer get a line on stderr each and the name `step-00000100.damaged`.
+        Raises InputError if that checkpoint is of another model or optimizer, with nothing changed,
+        or all are damaged.
+        """
+        self.wait()
+        step = self._newest_whole()
+        if step is None:
+            return None
+        folder = self._path(step)
+        description = together(self.group, read_description, folder)
+        reader = together(self.group, IndexedReader, folder, description["files"])
+        saved = reader.index.state_dict_metadata
+        weights = changing(model)
+        # a rank of a pipeline has only some
+        names = set().union(*gather(list(weights), self.group))
+        together(self.group, check_weights, folder, saved, weights, names)
+        check_origin(folder, description, optimizer, self._base(model))
+        tensors = weights | prepare_optimizer(optimizer, model, saved)
+        try:
+            dcp.load(tensors, storage_reader=reader, process_group=self.group)
+        except dcp.CheckpointException as error:
+            raise InputError(
+                f"checkpoint {folder} cannot be read: {first_failure(error)}"
+            ) from error
+        return description["extra"]
+
+    def _newest_whole(self) -> int | None:
+        """Return the newest step whose files are what was written; None if there are no steps.
+
+        Each rank looks at its share of the files. Damaged checkpoints keep their names if none is
+        whole: a restart must not take that for a run that has not begun.
+        """
+        damaged = {}
+        group = self.group
+        for step in reversed(lead(group, complete_steps, self.folder)):
+            path = self._path(step)
+            problem = together(group, find_damage, path, group.rank(), group.size())
+            problems = list(filter(None, gather(problem, group)))
+            if not problems:
+                lead(group, set_aside, damaged)
+                return step
+            damaged[path] = problems[0]
+        if damaged:
+            told = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+            raise InputError(f"no checkpoint in {self.folder} is whole: {told}")
+        return None
+
+    def _write(self, step: int, tensors: dict[str, Tensor], description: dict) -> None:
+        temporary = self._path(step).with_suffix(".tmp")
+        try:
+            lead(self.group, make_empty, temporary)
+            files = self._write_parts(temporary, tensors)
+            lead(self.group, self._publish, step, temporary, description | {"files": files})
+        except OSError:
+            # a full disk needs the space; together, since the others' end would end the leader
+            lead(self.group, shutil.rmtree, temporary, True)
+            raise
+
+    def _write_parts(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+        """Write all ranks' tensors; return size and checksum of each file.
+
+        The rank that wrote a file takes its checksum.
+        """
+        writer = Writer(folder)
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=self.group)
+        except dcp.CheckpointException as error:
+            raise OSError(
+                f"checkpoint {folder} cannot be written: {first_failure(error)}"
+            ) from error
+        names = writer.files
+        if dist.get_rank() == 0:
+            names.add(INDEX)
+        sums = together(self.group, lambda: {name: measure(folder / name) for name in names})
+        return dict(ChainMap(*gather(sums, self.group)))
+
+    def _publish(self, step: int, temporary: Path, description: dict) -> None:
+        """Give a complete folder its final name, then remove checkpoints no longer kept."""
+        write_description(temporary, description)
+        sync_folder(temporary)
+        final = self._path(step)
+        replaced = final.with_suffix(".old")
+        if final.exists():
+            # `clean_up` brings it back should the next line not be reached
+            final.replace(replaced)
+        temporary.replace(final)
+        sync_folder(self.folder)
+        with tolerated(replaced):
+            delete(replaced)
+        for old in [n for n in complete_steps(self.folder) if n <= step][: -self.keep]:
+            remove(self._path(old))
+
+    def _base(self, model: Module) -> str:
+        """Return the digest of the frozen weights."""
+        if model not in self.bases:
+            self.bases[model] = frozen_digest(model, self.group)
+        return self.bases[model]
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+
+def resume(
+    checkpointer: Checkpointer,
+    config: Config,
+    trainer: Trainer,
+) -> tuple[int, dict]:
+    """Load the newest checkpoint, if there is one; return what `resume_point` finds in it.
+
+    Raises InputError if there is one and the config forbids to resume.
+    """
+    folder = checkpointer.folder
+    if not config.checkpoint.resume and checkpointer.latest() is not None:
+        raise InputError(
+            f"checkpoint.resume=false, but {folder} holds checkpoints (use another out_dir)"
+        )
+    extra = checkpointer.load(trainer.model, trainer.optimizer)
+    counted = "reward" if config.task == "grpo" else "tokens"
+    return resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
+
+
+def save_step(
+    checkpointer: Checkpointer,
+    numbers: dict[str, Any],
+    trainer: Trainer,
+) -> None:
+    """Write the checkpoint from which `resume` goes on after a step with these numbers."""
+    step = numbers["step"]
+    # a copy, as validation adds to them
+    extra = {"step": step, "numbers": dict(numbers)}
+    checkpointer.save(step, trainer.model, trainer.optimizer, extra)
+
+
+def resume_point(
+    folder: Path,
+    extra: dict | None,
+    steps: int,
+    *names: str,
+) -> tuple[int, dict]:
+    """Return the last step of a run and its numbers; 0 and none if there is none.
+
+    They are those in `extra` of a checkpoint in `folder`.
+    Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of
+    these names, n is more than the `steps` that the run is to have, or just one of that run and
+    this is GRPO's.
+    """
+    if extra is None:
+        return 0, {}
+    step = extra.get("step")
+    numbers = extra.get("numbers")
+    known = numbers if isinstance(numbers, dict) else {}
+    held = f"a checkpoint in {folder}"
+    if type(step) is not int or step < 1 or known.get("step") != step:
+        raise InputError(
+            f"{held} holds the numbers of step {known.get('step')!r} as step {step!r}"
+        )
+    if step > steps:
+        raise InputError(
+            f"steps={steps}, but the run in {folder} has done {step} (use more, or another out_dir)"
+        )
+    # only GRPO has rewards
+    if ("reward" in known) != ("reward" in names):
+        task = "of task=grpo" if "reward" in known else "not of task=grpo"
+        raise InputError(f"{held} is {task} (use another out_dir, or its run's task)")
+    for name in names:
+        value = known.get(name)
+        if type(value) not in (int, float):
+            raise InputError(f"{held} holds {name}={value!r}, which is not a number")
+    return step, known
+
+
+@contextmanager
+def saved_despite_errors(wait: Callable[[], None]) -> Iterator[None]:
+    """Wait for the checkpoint that is still being written before an error ends the run."""
+    try:
+        yield
+    except (InputError, OSError):
+        # the first error is the one to tell
+        with suppress(Exception):
+            wait()
+        raise

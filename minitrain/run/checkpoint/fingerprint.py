@@ -1,0 +1,182 @@
+"""Digests of the data, code and settings of a run: so that a run which continues can tell what has changed.
+
+Row n is a pure function of the seed, n and the files. If a file changes between a run and its
+continuation, rows come twice or never, and nothing else would show it: hence an error. Other code
+and settings are often what one wants, and only told. Files are sampled and not read through, so a
+change that keeps the size and misses all samples goes unseen.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from minitrain.data.files import apart, find_files
+from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
+from minitrain.errors import InputError, readable
+from minitrain.formats.peft import adapter_files
+from minitrain.formats.weight_files import weight_files
+from minitrain.run.checkpoint.durable import write_durably
+from minitrain.run.config.load import to_dict
+from minitrain.run.launch.same_run import check_same, code_digests, flatten_settings
+from minitrain.settings import Config, Data
+
+# of a file; a smaller one is read whole
+SAMPLES = 16
+SAMPLE = 4096
+# settings that say which files
+NAMES_DATA = {
+    "data.kind",
+    "data.path",
+    "data.sources",
+    "data.exclude",
+    "data.tokenizer",
+}
+# and all of data: which rows, and when
+CHOOSE_ROWS = {
+    "seed",
+    "task",
+    "batch.global",
+    "batch.seq_len",
+    "grpo.prompts",
+}
+
+
+def agreed_fingerprint(config: Config) -> dict[str, str]:
+    """Return a digest of each file that the dataset is made from, by path, its tokenizer included.
+
+    It is empty for made-up data. All ranks call it together. Raises InputError if they do not see
+    the same files, those of the model to start from among them: each node may have its own copy.
+    """
+    data = {str(file): file_digest(file) for file in data_files(config.data)}
+    model = {str(file): file_digest(file) for file in model_files(config)}
+    check_same({"data": data, "model": model})
+    return data
+
+
+def data_files(data: Data) -> list[Path]:
+    if data.sources:
+        return [file for source in apart(data).values() for file in data_files(source)]
+    if data.kind in ("mock", "shapes"):
+        return []
+    files = find_files(data)
+    indices = [file.with_suffix(".idx") for file in files if file.suffix == ".bin"]
+    files += filter(Path.exists, indices)
+    if data.kind in ("text", "jsonl") and (tokenizer := tokenizer_file(data.tokenizer)):
+        files += with_companions(tokenizer)
+    return files
+
+
+def model_files(config: Config) -> list[Path]:
+    """Return the files of the weights to start from, adapters included.
+
+    What their own config says is among the settings.
+    """
+    path = config.model.path
+    lora = config.lora
+    files = [Path(path, "config.json"), *weight_files(path)] if path else []
+    if lora and lora.path:
+        files.append(adapter_files(lora.path)[1])
+    return files
+
+
+def file_digest(file: Path) -> str:
+    """Return a digest of a file's size and SAMPLES blocks spread evenly over it.
+
+    Its first and last bytes are among them.
+    """
+    with readable(file), file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        digest = hashlib.sha256(str(size).encode())
+        spacing = max(SAMPLE, (size - SAMPLE) // (SAMPLES - 1))
+        for start in [*range(0, SAMPLES * spacing, spacing), max(0, size - SAMPLE)]:
+            stream.seek(start)
+            digest.update(stream.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def check_continuation(
+    file: Path, config: Config, files: dict[str, str], resumed: bool
+) -> list[str]:
+    """Compare with what the run began with, and store what it uses now; return what to tell.
+
+    file: where that is stored. files: the fingerprint of its data. To call on rank 0.
+    Raises InputError if the run is resumed, its settings name the same data, and there is other
+    data.
+    """
+    now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
+    before = read(file, now) if resumed else now
+    if change := data_change(before, now):
+        raise InputError(change)
+    write_durably(file, json.dumps(now, indent=1))
+    notes = other_settings(before, now)
+    if code := differing(before["code"], now["code"]):
+        more = f" and {len(code) - 1} more files" if len(code) > 1 else ""
+        notes.append(f"warning: the run continues with other code than before: {code[0]}{more}")
+    return notes
+
+
+def comparable_settings(config: Config) -> dict[str, Any]:
+    """Return all settings that have a part in what is trained, by dotted name, as JSON has them."""
+    tree = to_dict(config) | {"out_dir": {}, "reference": {}}
+    return json.loads(json.dumps(flatten_settings(tree)))
+
+
+def data_change(before: dict, now: dict) -> str | None:
+    """Return what is wrong with the data, in one line.
+
+    None if nothing is, or if the settings name other data on purpose.
+    """
+    old = before["files"]
+    new = now["files"]
+    # earlier versions left some out
+    tokenizer = ("tokenizer.json", *COMPANIONS)
+    changed = [
+        name for name in differing(old, new) if name in old or Path(name).name not in tokenizer
+    ]
+    if not changed or NAMES_DATA.intersection(differing(before["settings"], now["settings"])):
+        return None
+    first = changed[0]
+    how = "has changed"
+    if first not in old:
+        how = "is new"
+    elif first not in new:
+        how = "is gone"
+    more = f" ({len(changed)} files differ)" if len(changed) > 1 else ""
+    return f"{first} {how} since the run began{more}: it cannot continue (restore it, or use another out_dir)"
+
+
+def other_settings(before: dict, now: dict) -> list[str]:
+    """Return all settings that were changed, in one line.
+
+    Warn if a change selects other rows: nothing else would show it.
+    """
+    old = before["settings"]
+    new = now["settings"]
+    changed = differing(old, new)
+    if not changed:
+        return []
+    told = [
+        f"{key}={json.dumps(new.get(key))} (was {json.dumps(old.get(key))})" for key in changed
+    ]
+    notes = [f"note: the run continues with other settings than before: {', '.join(told)}"]
+    # videos of a micro-batch share a shape
+    choosing = ("data.", "batch.micro") if new["data.kind"] == "latents" else "data."
+    if any(key in CHOOSE_ROWS or key.startswith(choosing) for key in changed):
+        notes.append(
+            "warning: rows that were seen may come again and others never, as those settings choose them"
+        )
+    return notes
+
+
+def differing(before: dict, now: dict) -> list[str]:
+    return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+
+
+def read(file: Path, now: dict[str, dict]) -> dict[str, dict]:
+    """Return what `check_continuation` stored; `now` if that is not there."""
+    try:
+        stored = json.loads(file.read_text("utf-8"))
+        return {key: dict(stored[key]) for key in now}
+    except (OSError, ValueError, TypeError, KeyError):
+        return now

@@ -1,0 +1,73 @@
+"""The settings as text: each key below its comment, with choices and default, from the dataclasses.
+
+So `--help`, `--help SECTION` and `--print-config` say what settings.py and the models' shapes say.
+"""
+
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.wan_config import WanConfig
+from minitrain.run.config.config_yaml import check_known
+from minitrain.settings import Config, Lora, Model
+
+DEFAULTS = Config(model=Model(config=DecoderConfig()), lora=Lora())
+SECTIONS = [name for name, value in vars(DEFAULTS).items() if dataclasses.is_dataclass(value)]
+
+
+def describe_section(name: str) -> str:
+    """Return a section's keys at their defaults. Raise InputError for a name that is none."""
+    check_known(name, SECTIONS, "--help")
+    section = getattr(DEFAULTS, name)
+    lines = [inspect.getdoc(type(section)), "", f"{name}:", *annotate(section, "  ")]
+    if name == "model":
+        lines += ["", "or for task=diffusion:", *annotate(WanConfig(), "  ")]
+    return "\n".join(lines)
+
+
+def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]:
+    """Yield a section as YAML that reads as the same. deep: with the lines of the sections in it."""
+    notes = comments(type(section))
+    defaults = type(section)()
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        # a model's, whose fields stand beside its name
+        if field.type is Any:
+            yield from annotate(value, indent)
+            continue
+        key = field.name.rstrip("_")
+        is_section = dataclasses.is_dataclass(value)
+        if is_section:
+            about = inspect.getdoc(value)
+            line = f"{indent}{key}:"
+        else:
+            default = json.dumps(getattr(defaults, field.name))
+            kind = inspect.formatannotation(field.type)
+            about = f"{notes[field.name]} ({kind}, default: {default})"
+            line = f"{indent}{key}: {json.dumps(value)}"
+        if not deep:
+            about = about.partition("\n")[0]
+        start = f"{indent}# "
+        yield from textwrap.wrap(about.strip(), 96, initial_indent=start, subsequent_indent=start)
+        yield line
+        if is_section and deep:
+            yield from annotate(value, indent + "  ")
+
+
+def comments(kind: type) -> dict[str, str]:
+    """Return the comments of a dataclass by field: those above it and behind it."""
+    found = {}
+    notes = []
+    for line in inspect.getsource(kind).splitlines():
+        code, _, text = line.partition("# ")
+        notes.append(text)
+        if field := re.match(r"    (\w+): ", code):
+            found[field[1]] = " ".join(filter(None, notes))
+        if code.strip():
+            notes = []
+    return found

@@ -1,0 +1,124 @@
+"""Read a YAML file and `key=value` words into one checked `Config`. Every mistake is an InputError
+with one line.
+"""
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+from minitrain.errors import InputError
+from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.wan_config import WanConfig
+from minitrain.models.zoo import model_config
+from minitrain.run.config.config_yaml import (
+    apply_override,
+    as_mapping,
+    check_known,
+    convert,
+    read_tree,
+    type_and_value,
+)
+from minitrain.settings import Config, Lora, Model
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Read a YAML file, apply `key=value` words (dotted keys) over it, and check it.
+
+    Checks that need the world size come later.
+    """
+    tree = read_tree(path)
+    for word in overrides:
+        apply_override(tree, word)
+    return from_dict(tree)
+
+
+def from_dict(tree: dict) -> Config:
+    """Return a checked Config from nested dicts, as YAML gives them."""
+    tree = dict(tree)
+    model = tree.pop("model", {})
+    config = convert(Config, tree, "")
+    config.model = _read_model(model, WanConfig if config.task == "diffusion" else DecoderConfig)
+    config.lora = _read_lora(config, tree.get("lora") or {})
+    if config.data.path and "kind" not in tree["data"]:
+        raise InputError(
+            "data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock"
+        )
+    # brings torch, which takes seconds: unknown keys and wrong types are told before
+    from minitrain.run.config.checks import validate
+
+    validate(config)
+    return config
+
+
+def _read_lora(config: Config, given: dict) -> Lora | None:
+    """Return the adapters' settings: those of lora.path where there is one. given: what was written."""
+    lora = config.lora
+    if lora is None or not lora.path:
+        return Lora() if lora is None and config.task == "lora" else lora
+    from minitrain.formats.peft import read_adapter_config
+
+    stored = read_adapter_config(lora.path)
+    own = ("dropout", "dropout_position", "dtype", "path")
+    found = dataclasses.replace(stored, **{key: getattr(lora, key) for key in own})
+    for key in given:
+        ours = getattr(lora, key)
+        theirs = getattr(found, key)
+        same = key == "targets" and _adapt_the_same(config, lora, stored)
+        if ours != theirs and not same:
+            raise InputError(
+                f"lora.{key}={ours} cannot be changed: lora.path={lora.path} has {theirs}"
+            )
+    return found
+
+
+def _adapt_the_same(config: Config, *loras: Lora) -> bool:
+    """Return True if the targets name the same weights, in whatever order, with or without absent ones."""
+    from minitrain.formats.peft import adapter_shapes
+
+    ours, theirs = (adapter_shapes(config.model.config, lora).keys() for lora in loras)
+    return ours == theirs
+
+
+def _read_model(value: Any, kind: type) -> Model:
+    if isinstance(value, str):
+        value = as_mapping(value, "model")
+    if not isinstance(value, dict):
+        raise InputError(
+            f"model must be a name, a folder or a mapping, not {type_and_value(value)}"
+        )
+    value = dict(value)
+    name, path = (convert(str, value.pop(key, ""), f"model.{key}") for key in ("name", "path"))
+    if name and path:
+        raise InputError(
+            "model.name and model.path cannot both be given (model=FOLDER stands for the path alone)"
+        )
+    hints = typing.get_type_hints(kind)
+    for key in value:
+        check_known(key, ["name", "path", *hints], "model")
+    overrides = {key: convert(hints[key], v, f"model.{key}") for key, v in value.items()}
+    shape = model_config(name) if name else kind()
+    if path:
+        from minitrain.formats.hf import read_config
+
+        shape = read_config(path)
+    if not isinstance(shape, kind):
+        wanted = (
+            "not a diffusion model, as task=diffusion needs"
+            if kind is WanConfig
+            else "for task=diffusion alone"
+        )
+        raise InputError(f"model={name or path!r} is {wanted}")
+    shape = model_config(name, **overrides) if name else dataclasses.replace(shape, **overrides)
+    return Model(name, path, shape)
+
+
+def to_dict(config: Config) -> dict:
+    """Return the nested dict that `from_dict` reads back as the same config."""
+    tree = dataclasses.asdict(
+        config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items}
+    )
+    model = tree["model"]
+    fields = model.pop("config")
+    tree["model"] = {key: value for key, value in model.items() if value} | fields
+    return tree

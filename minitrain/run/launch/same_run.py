@@ -1,0 +1,62 @@
+"""Check that all ranks run the same thing, before anything waits for anything.
+
+A rank with another config, other source files or other data would not fail. It would train
+something else, or leave the others waiting in a collective that it never joins. Ranks compare 32
+bytes each. Only if these differ do they exchange all entries, to say which one it is.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minitrain.errors import InputError
+from minitrain.parallel.agreement import gather
+
+
+def check_same(entries: dict[str, dict[str, Any]]) -> None:
+    """Raise InputError, on all ranks, if some rank has other entries than rank 0. All call it together.
+
+    entries: names and values by subject, as {"config": {"optim.lr": 0.1}, "code": {"train.py":
+        digest}}.
+    """
+    own = {}
+    for subject, values in entries.items():
+        own |= {f"{subject}: {name}": value for name, value in values.items()}
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).digest()
+    if len(set(gather(digest))) > 1:
+        ranks = gather(own)
+        rank = next(rank for rank, other in enumerate(ranks) if other != ranks[0])
+        raise InputError(difference(rank, ranks[0], ranks[rank]))
+
+
+def difference(rank: int, first: dict[str, Any], own: dict[str, Any]) -> str:
+    """Return a line on the first entry in which a rank's differ from those of rank 0."""
+    names = sorted({*first, *own})
+    name = next(name for name in names if first.get(name, ...) != own.get(name, ...))
+    theirs, ours = (str(entries.get(name, "nothing"))[:100] for entries in (first, own))
+    return f"rank {rank} differs from rank 0 in {name}: {ours}, not {theirs} (all ranks must have the same)"
+
+
+def code_digests() -> dict[str, str]:
+    """Return a digest of each source file of this package, by its path, and torch's version."""
+    package = Path(__file__).parents[2]
+    digests = {"torch": torch.__version__}
+    for file in sorted(package.rglob("*.py")):
+        digests[str(file.relative_to(package))] = hashlib.sha256(file.read_bytes()).hexdigest()[
+            :16
+        ]
+    return digests
+
+
+def flatten_settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one dict, by their dotted names."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten_settings(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

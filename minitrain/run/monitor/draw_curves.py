@@ -1,0 +1,91 @@
+"""Draw training curves, of one run or several in one picture: minitrain curves RUN... [--out FILE].
+
+Reads metrics.jsonl in each run's out_dir, also while it is being written. Without --out, curves.svg
+goes into the first run's folder.
+"""
+
+from itertools import chain, cycle
+from pathlib import Path
+
+from minitrain.errors import InputError, refused
+from minitrain.run.launch import cli
+from minitrain.run.monitor import svg
+from minitrain.run.monitor.metrics_file import read_lines
+
+# titles, and the keys of metrics.jsonl that are drawn
+PANELS = {
+    "loss; dots: validation": ("loss", "val_loss"),
+    "validation (bits per byte)": ("val_bits_per_byte",),
+    "reward; dots: greedy responses right, held out": ("reward", "val_greedy"),
+    "validation (exact match)": ("val_exact_match",),
+    "learning rate": ("lr",),
+    "tokens/s": ("tokens_per_sec",),
+}
+# of a panel, in pixels
+PICTURE_WIDTH = 460
+HEIGHT = 220
+# of a longer run every n-th step is drawn
+MOST_POINTS = 2000
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(prog="minitrain curves", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=cli.home_path, help="an out_dir")
+    parser.add_argument("--out", metavar="FILE", type=cli.home_path)
+    options = parser.parse_args(arguments)
+    runs = {}
+    for run in options.runs:
+        runs[run], _ = read_lines(Path(run, "metrics.jsonl"))
+        if not runs[run]:
+            raise InputError(f"{run} has no metrics.jsonl with steps (give a run's out_dir)")
+    file = Path(options.out or Path(options.runs[0], "curves.svg"))
+    with refused(f"{file} cannot be written"):
+        file.write_text(curves(runs), encoding="utf-8")
+    print(f"{file}: open it in a browser")
+
+
+def curves(runs: dict[str, list[dict]]) -> str:
+    """Return an SVG file of the PANELS that any run has numbers for, over steps, one color a run.
+
+    runs: the lines of each run's metrics.jsonl.
+    """
+    colors = dict(zip(runs, cycle(svg.COLORS), strict=False))
+    body = svg.legend(colors, 60, 10)
+    top = 16 * len(runs) + 14
+    panels = 0
+    for title, keys in PANELS.items():
+        found = {(run, key): points(runs[run], key) for run in runs for key in keys}
+        if any(found.values()):
+            row, column = divmod(panels, 2)
+            body += panel(title, found, colors, PICTURE_WIDTH * column, top + HEIGHT * row)
+            panels += 1
+    height = top + HEIGHT * ((panels + 1) // 2) + 10
+    title = f"training curves of {', '.join(runs)}"
+    return svg.picture(2 * PICTURE_WIDTH + 10, height, title, body)
+
+
+def points(lines: list[dict], key: str) -> list:
+    """Return (step, value) of the lines that have a number for `key`: a skipped step's is null."""
+    found = [
+        (line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)
+    ]
+    # the last one is always drawn
+    return found[:: -(len(found) // MOST_POINTS + 1)][::-1]
+
+
+def panel(title: str, found: dict, colors: dict[str, str], left: float, above: float) -> str:
+    """Draw the points of each (run, key) as a line, with dots for validation."""
+    steps, values = zip(*chain(*found.values()), strict=True)
+    x = svg.make_axis(steps, left + 60, left + PICTURE_WIDTH - 10)
+    y = svg.make_axis(values, above + HEIGHT - 40, above + 25)
+    drawn = svg.grid(x, y, "step", title)
+    for (run, key), numbers in found.items():
+        places = [(x(step), y(value)) for step, value in numbers]
+        drawn += svg.line(places, colors[run])
+        if key.startswith("val_"):
+            drawn += svg.dots(places, colors[run])
+    return drawn
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,55 @@
+"""Measure a run as it goes: FLOP/s, their share of what the device can do (MFU), memory, time.
+
+FLOPs are those that a step has to compute (`clean` in flops.py, as bench.py counts them). MFU is
+the share of the GPU's published peak, or where none is known, of the rate of a large matmul here.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from minitrain.run.launch.start import pick_device
+from minitrain.run.monitor.hardware import (
+    compute_dtype,
+    describe,
+    measure_matmul,
+    peak_flops,
+    peak_memory_bytes,
+)
+from minitrain.settings import Config
+
+# once in a process
+matmul_rate = cache(measure_matmul)
+
+
+class Meter:
+    """The cost of a run's steps. All ranks make one together.
+
+    flops(tokens): FLOPs per token of a step with so many tokens.
+    """
+
+    def __init__(self, config: Config, flops: Callable[[int], float]):
+        self.flops = flops
+        self.device = pick_device(config.device)
+        dtype = compute_dtype(config)
+        name = describe(self.device)["device"]
+        peak = peak_flops(name, dtype)
+        self.rate = peak or matmul_rate(self.device, dtype, shorter=10)
+        origin = f"published of {name}" if peak else "of a large matmul here"
+        self.about = f"the {self.rate / 1e12:.3g} TFLOP/s {origin}"
+
+    def measured(self, steps: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the numbers of each step with those that are measured."""
+        for numbers in steps:
+            speed = numbers["tokens_per_sec"] / dist.get_world_size()
+            rate = speed * self.flops(round(numbers["tokens_per_sec"] * numbers["step_time_s"]))
+            yield numbers | {
+                "tokens_per_sec_per_gpu": speed,
+                "tflops_per_gpu": rate / 1e12,
+                "mfu": rate / self.rate,
+                "peak_memory_gib": peak_memory_bytes(self.device) / 2**30,
+                "wall_time_s": time.time(),
+            }

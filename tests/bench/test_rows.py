@@ -1,0 +1,118 @@
+"""Every published row has one config, which says what the table says and can be laid out on the table's GPUs."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from minitrain.bench.rows import CONFIGS, list_rows, published_rows, read_row
+from minitrain.errors import InputError
+from minitrain.models.zoo import model_config
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.load import load
+from minitrain.training.build import make_model
+
+ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parents[1] / "published/tables.yaml").read_text())}
+REFERENCES = published_rows()
+CONFIG_OF = {reference["id"]: name for name, reference in REFERENCES.items()}
+FIGURES = ("tokens_per_sec_per_gpu", "tflops_per_gpu", "step_time_s", "gpus", "system")
+
+
+def read(row_id: str):
+    return load(CONFIGS / f"{CONFIG_OF[row_id]}.yaml")
+
+
+def test_each_row_has_one_config():
+    assert len(ROWS) == 69
+    assert sorted(reference["id"] for reference in REFERENCES.values()) == sorted(ROWS)
+
+
+@pytest.mark.parametrize("row_id", ROWS)
+def test_figures_are_as_published(row_id):
+    reference, row = REFERENCES[CONFIG_OF[row_id]], ROWS[row_id]
+    for figure in FIGURES:
+        assert reference.get(figure) == row.get(figure), figure
+    assert reference["source"]
+
+
+@pytest.mark.parametrize("row_id", ROWS)
+def test_layout_and_batch_are_as_published(row_id):
+    config, row = read(row_id), ROWS[row_id]
+    p = config.parallel
+    check_layout(config, row["gpus"])
+    assert (p.tp, p.pp, p.cp) == (row["tp"], row["pp"], row["cp"])
+    assert p.vp == max(1, row.get("vp") or 1)
+    if row.get("ep"):  # empty for GPT-OSS, whose recipe has one
+        assert p.ep == row["ep"]
+    assert config.batch.seq_len == row["seq_len"]
+    if row["task"] == "grpo":
+        return
+    assert (config.batch.global_, config.batch.micro) == (row["gbs"], row["mbs"])
+    data_ranks = row["gpus"] // (p.tp * p.pp * p.cp)
+    assert config.batch.global_ % (config.batch.micro * data_ranks) == 0
+
+
+@pytest.mark.parametrize("row_id", ROWS)
+def test_task_precision_and_model_are_as_published(row_id):
+    config, row = read(row_id), ROWS[row_id]
+    diffusion = row["table"] == "diffusion"
+    assert config.task == ("diffusion" if diffusion else row["task"])
+    assert (config.precision == "fp8") == row["precision"].startswith("fp8")
+    assert config.model.name == row["arch"]
+    if "lora" in row["settings"]:
+        assert (config.lora.rank, config.lora.alpha) == tuple(row["settings"]["lora"][key] for key in ("rank", "alpha"))
+    assert config.recompute == expected_recompute(row)
+
+
+def expected_recompute(row: dict) -> str | int:
+    said = row["settings"].get("activation_checkpointing", row["settings"].get("recompute"))
+    if said in (None, False):
+        return "none"
+    return 5 if "8 of 40" in str(said) else "full"
+
+
+@pytest.mark.parametrize("arch", sorted({row["arch"] for row in ROWS.values()}))
+def test_models_can_be_built_on_the_meta_device(arch):
+    row_id = next(row_id for row_id, row in ROWS.items() if row["arch"] == arch)
+    model = make_model(read(row_id))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) > 1e9
+    assert model_config(arch)
+
+
+def test_the_list_has_them_all_in_a_terminals_width():
+    table, notes = list_rows().split("\n\n")
+    assert max(map(len, table.splitlines())) <= 100
+    for name, reference in REFERENCES.items():
+        marked = "known_error" in reference
+        row = next(line for line in table.splitlines() if line.startswith(f"| {name} "))
+        _, cell, system, gpus, *_ = (cell.strip() for cell in row.split("|"))
+        assert cell == (f"{name} *" if marked else name) and (f"\n* {name}: " in notes) == marked
+        assert reference["system"] == f"DGX-{system}" and gpus == str(reference["gpus"])
+
+
+ROW = "{batch: {global: 8, micro: 1, seq_len: 64}, parallel: {tp: 2}, reference: {source: x, system: y, gpus: 2, %s}}"
+
+
+@pytest.mark.parametrize("text, line", [
+    ("", "row.yaml needs reference, a mapping"),
+    ("batch: [", "row.yaml:1:9: "),
+    ("- x", "row.yaml: a config must be a mapping"),
+    ("reference: {}", "row.yaml needs batch, a mapping"),
+    (ROW.replace("global: 8, ", "") % "tflops_per_gpu: 5", "row.yaml: batch needs global, a number above 0"),
+    (ROW.replace("source: x, ", "") % "tflops_per_gpu: 5", "row.yaml: reference needs source, text"),
+    (ROW.replace("gpus: 2", "gpus: two") % "tflops_per_gpu: 5", "needs gpus, a number above 0, not str 'two'"),
+    (ROW % "id: z", "row.yaml: reference needs tokens_per_sec_per_gpu or tflops_per_gpu"),
+    (ROW % "tflops_per_gpu: 5, step_time_s: fast", "row.yaml: reference.step_time_s must be a finite number, not str"),
+])  # fmt: skip
+def test_rows_that_no_table_can_show(tmp_path, text, line):
+    file = tmp_path / "row.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=line):
+        read_row(file)
+
+
+def test_figures_of_rows_are_numbers_as_configs_have_them(tmp_path):
+    file = tmp_path / "row.yaml"
+    file.write_text(ROW % "tokens_per_sec_per_gpu: 1.2e4")
+    assert read_row(file)["reference"]["tokens_per_sec_per_gpu"] == 12000

@@ -1,0 +1,108 @@
+"""generate as a conversation, and the sampler's texts: oracles are transformers' replies."""
+
+import io
+import json
+import re
+
+import pytest
+import torch
+
+import minitrain
+from minitrain import generate
+from minitrain.data.tokenizer import ByteTokenizer
+from minitrain.errors import InputError
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
+from tests.helpers.commands import ROOT
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(3)
+    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path / "m")
+    ByteTokenizer().save(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def replies(folder, prompt: str | list[int], count: int = 6) -> str:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([list(prompt.encode()) if isinstance(prompt, str) else prompt])
+    found = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    return ByteTokenizer().decode([token for token in found.tolist() if token != 257])
+
+
+WORDS = ["--max-tokens", "6", "--temperature", "0", "--device", "cpu"]
+
+
+def test_a_conversation_has_all_that_was_said_before(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nyou\n"))
+    generate.main(["--model", str(folder), "--chat", "--system", "be", *WORDS])
+    first = replies(folder, "be\nhi\n")
+    second = replies(folder, [*f"be\nhi\n{first}".encode(), 257, *b"you\n"])
+    assert capsys.readouterr().out == f"> {first}\n> {second}\n> "
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name):
+    prompts = ["ab", "c", "a longer one"]
+    lines = [json.dumps({"prompt": prompt}) if name.endswith("l") else prompt for prompt in prompts]
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    expected = [{"prompt": prompt, "text": replies(folder, prompt)} for prompt in prompts]
+    words = ["--model", str(folder), "--prompts", str(tmp_path / name), *WORDS]
+    generate.main(words)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == expected
+    generate.main([*words, "--out", str(tmp_path / "out.jsonl"), "--n", "2"])
+    assert capsys.readouterr().out.startswith(
+        f"{tmp_path}/out.jsonl holds 6 answers, each a line with prompt and text\nnext: "
+    )
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written == [line for line in expected for _ in range(2)]
+
+
+def test_lines_of_a_file_of_prompts_end_where_editors_end_them(folder, tmp_path, capsys):
+    """Not at other separators, which belong to a line; blank lines are no prompts."""
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("a\u2028b\x0cc\r\n\n \nd\x85".encode())
+    generate.main(["--model", str(folder), "--prompts", str(file), *WORDS])
+    answers = map(json.loads, capsys.readouterr().out.split("\n")[:-1])
+    assert [answer["prompt"] for answer in answers] == ["a\u2028b\x0cc", "d\x85"]
+    for content in (b"", b"\n \n"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match="prompts.txt holds no line of text"):
+            generate.main(["--model", str(folder), "--prompts", str(file), *WORDS])
+
+
+def test_the_sampler_gives_text(folder):
+    sampler = minitrain.Sampler(minitrain.load_pretrained(folder), minitrain.load_tokenizer(folder))
+    params = minitrain.SamplingParams(max_tokens=6, temperature=0)
+    expected = [replies(folder, prompt) for prompt in ("ab", "xyz")]
+    assert sampler.generate_text(["ab", "xyz"], params) == expected
+    pieces = list(sampler.stream("ab", params))
+    assert "".join(pieces) == expected[0] and len(pieces) > 1
+    assert not sampler.busy
+
+
+@pytest.mark.parametrize("words, line", [
+    (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts: give one of them"),
+    (["--prompt", "a", "--out", "b"], r"--out is for the answers to --prompts \(add it\)"),
+    (["--prompt", "a", "--system", "b"], r"--system is of a chat \(add --chat\)"),
+])  # fmt: skip
+def test_options_that_would_be_lost_are_refused(folder, words, line):
+    with pytest.raises(InputError, match=line):
+        generate.main(["--model", str(folder), *words])
+
+
+def test_a_prompt_is_needed(folder):
+    with pytest.raises(InputError, match=r"--prompt is missing \(or --prompts FILE, or --chat alone to converse\)"):
+        generate.main(["--model", str(folder)])
+
+
+def test_the_snippet_of_the_readme_runs(folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    folder.rename(tmp_path / "out" / "arithmetic")
+    monkeypatch.chdir(tmp_path)
+    snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    exec(snippet, {})
+    assert (tmp_path / "copy" / "model.safetensors").exists() and capsys.readouterr().out

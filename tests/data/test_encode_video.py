@@ -1,0 +1,180 @@
+"""minitrain encode-video, and videos out of generate: the latents, texts and pixels of diffusers' own pipelines.
+
+The networks are tiny ones with random weights.
+"""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVideoToVideoPipeline,
+)
+from PIL import Image
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from minitrain import generate, save_pretrained, train
+from minitrain.__main__ import dispatch
+from minitrain.commands import generate_video
+from minitrain.data.video.encoders import Encoders, read_frames, write_mp4
+from minitrain.errors import InputError
+from minitrain.models.wan import Wan
+from minitrain.models.zoo import model_config
+
+CAPTION = "a red  square &amp; a blue one"
+WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "square", "&", "blue"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wan")
+    torch.manual_seed(0)
+    way = {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    AutoencoderKLWan(**way).save_pretrained(folder / "vae")
+    shape = {"vocab_size": 8, "d_model": 64, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    UMT5EncoderModel(UMT5Config(**shape)).bfloat16().save_pretrained(folder / "text_encoder")
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder / "tokenizer")
+    save_pretrained(Wan(model_config("wan2.1-1.3b-tiny")), folder / "transformer")
+    for clip, count in (("one", 7), ("two", 5), ("three", 9)):
+        frames = folder / "videos" / clip
+        frames.mkdir(parents=True)
+        for i in range(count):
+            pixels = np.random.default_rng(i).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(frames / f"{i:03}.png")
+        (folder / "videos" / f"{clip}.txt").write_text(CAPTION)
+    return folder
+
+
+def parts(folder, dtype=torch.bfloat16) -> dict:
+    return {
+        "tokenizer": PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
+        "text_encoder": UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=dtype),
+        "vae": AutoencoderKLWan.from_pretrained(folder / "vae"),
+        "scheduler": UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+        ),
+        "transformer": None,
+    }  # fmt: skip
+
+
+def encode(folder, out, *more) -> None:
+    dispatch(["encode-video", "--encoders", str(folder), "--out", str(out), "--size", "32", "48", "--device", "cpu",
+              str(folder / "videos"), *more])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["{}.png", "frame_{:02}.png", "a.{:04}.png"])
+def test_frames_come_by_number(tmp_path, name):
+    """As ffmpeg writes them, with zeros before the number or without."""
+    for number in range(12):
+        Image.new("RGB", (4, 2), (number, 0, 0)).save(tmp_path / name.format(number))
+    (tmp_path / ".DS_Store").write_bytes(b"of a file manager")
+    assert read_frames(tmp_path, [2, 4], 99)[:, 0, 0, 0].tolist() == list(range(9))
+
+
+@torch.no_grad()
+def test_latents_and_texts_are_those_of_diffusers(folder, tmp_path, capsys):
+    encode(folder, tmp_path / "latents", "--frames", "6")
+    pipeline = WanVideoToVideoPipeline(**parts(folder))
+    # which would make them noisy
+    pipeline.scheduler.add_noise = lambda latents, noise, timestep: latents
+    for clip, count in (("one", 5), ("two", 5), ("three", 5)):
+        files = sorted((folder / "videos" / clip).iterdir())[:count]
+        frames = pipeline.video_processor.preprocess_video([Image.open(file) for file in files], 32, 48)
+        wanted = pipeline.prepare_latents(frames, 1, 16, 32, 48, torch.float32, torch.device("cpu"))[0]
+        found = load_file(tmp_path / "latents" / f"{clip}.safetensors")
+        torch.testing.assert_close(found["latents"], wanted, atol=1e-5, rtol=1e-5)
+        for name, caption, tokens in (("text", CAPTION, 8), ("negative", "", 1)):
+            text = WanPipeline(**parts(folder))._get_t5_prompt_embeds(caption, max_sequence_length=16)[0]
+            assert found[name].shape == (tokens, 64) and not text[tokens:].any()
+            torch.testing.assert_close(found[name], text[:tokens], atol=0.02, rtol=0.02)
+    assert "latents holds 3 videos" in capsys.readouterr().out
+
+
+def test_training_on_own_videos_and_generating_from_lines_of_text(folder, tmp_path):
+    encode(folder, tmp_path / "latents")
+    shapes = [load_file(file)["latents"].shape for file in sorted((tmp_path / "latents").iterdir())]
+    assert shapes == [(16, 2, 4, 6), (16, 3, 4, 6), (16, 2, 4, 6)]
+    (tmp_path / "empty.yaml").write_text("")
+    words = f"""task=diffusion model={folder}/transformer data.kind=latents data.path={tmp_path}/latents batch.global=2
+    batch.micro=1 batch.seq_len=18 steps=2 device=cpu out_dir={tmp_path}/out""".split()
+    train.main(["--config", str(tmp_path / "empty.yaml"), *words])
+    assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2
+    encoders = Encoders(str(folder), torch.device("cpu"))
+    (tmp_path / "lines.txt").write_text(f"{CAPTION}\n\na blue a\n")
+    prompts = generate_video.embed_lines(encoders, tmp_path / "lines.txt", "red", 16)
+    model = generate_video.load_merged(str(tmp_path / "out"), None, torch.float32, torch.device("cpu"))
+    latents = generate_video.generate(model, prompts, [2, 4, 6], steps=3, guidance=2.5, seed=4)
+    noise = torch.randn(2, 16, 2, 4, 6, generator=torch.Generator().manual_seed(4))
+    theirs = WanPipeline(**parts(folder) | {"transformer": WanTransformer3DModel.from_pretrained(tmp_path / "out")})
+    videos = theirs([CAPTION, "a blue a"], "red", 32, 48, 5, 3, 2.5, latents=noise, max_sequence_length=16).frames
+    for video, wanted in zip(latents, videos, strict=True):
+        pixels = encoders.decode(video).permute(0, 2, 3, 1).numpy()
+        assert np.abs(pixels - wanted * 255).max() < 3
+
+
+def test_frames_are_scaled_to_cover_and_cut_at_the_center(tmp_path):
+    picture = np.zeros((40, 100, 3), np.uint8)
+    picture[:, 50:] = 200
+    Image.fromarray(picture).save(tmp_path / "0.png")
+    video = read_frames(tmp_path, [80, 80], 1)
+    assert video.shape == (1, 3, 80, 80)
+    assert (video[..., :36] == 0).all() and (video[..., 44:] == 200).all()
+
+
+def test_a_video_file_is_read_at_the_rate_asked_for(folder, tmp_path):
+    pytest.importorskip("av")
+    levels = torch.arange(33, dtype=torch.uint8) * 7
+    write_mp4(tmp_path / "a.mp4", levels[:, None, None, None].expand(33, 3, 32, 48))
+    for rate, step in ((16, 1), (8, 2), (4, 4)):
+        video = read_frames(tmp_path / "a.mp4", [32, 48], 9, rate)
+        assert video.shape == (9, 3, 32, 48)
+        seen = video.float().mean((1, 2, 3))
+        torch.testing.assert_close(seen, levels[: 9 * step : step].float(), atol=3, rtol=0)
+    (tmp_path / "lines.txt").write_text("red\nblue\n")
+    generate.main(f"""--task diffusion --model {folder}/transformer --encoders {folder} --prompts {tmp_path}/lines.txt
+    --size 2 4 6 --steps 1 --device cpu --out {tmp_path}/made.mp4""".split())  # fmt: skip
+    for number in (1, 2):
+        assert read_frames(tmp_path / f"made-{number}.mp4", [32, 48], 9).shape == (5, 3, 32, 48)
+
+
+def test_mistakes(folder, tmp_path, monkeypatch):
+    for words, message in (
+        (["--size", "40", "48"], r"--size \[40, 48\] must be multiples of 16"),
+        (["--encoders", str(tmp_path)], "vae/ is missing"),
+    ):
+        with pytest.raises(InputError, match=message):
+            encode(folder, tmp_path / "out", *words)
+    (folder / "videos" / "four").mkdir()
+    with pytest.raises(InputError, match="four.txt cannot be read"):
+        encode(folder, tmp_path / "out")
+    (folder / "videos" / "four.txt").write_text("a")
+    with pytest.raises(InputError, match="four holds no frame"):
+        encode(folder, tmp_path / "out", "--frames", "1")
+    (folder / "videos" / "four" / "a.png").write_text("no picture")
+    with pytest.raises(InputError, match="a.png cannot be read as a picture"):
+        encode(folder, tmp_path / "out", "--frames", "1")
+    with pytest.raises(InputError, match="with --encoders it is an .mp4 file"):
+        generate.main(
+            [
+                "--task",
+                "diffusion",
+                "--model",
+                "x",
+                "--prompts",
+                __file__,
+                "--out",
+                str(tmp_path / "a.mp4"),
+            ]
+        )
+    monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
+    with pytest.raises(InputError, match=r"pip install 'minitrain\[video\]'"):
+        encode(folder, tmp_path / "out")

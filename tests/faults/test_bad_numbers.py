@@ -1,0 +1,399 @@
+"""Losses and gradients that are not finite, losses that spike, and runs that are the same to the bit."""
+
+import json
+import math
+import os
+import random
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config as compiler
+
+from minitrain.data.chat.problems import open_problems
+from minitrain.data.datasets import open_dataset
+from minitrain.errors import InputError
+from minitrain.grpo.policy_trainer import PolicyTrainer
+from minitrain.parallel.shards import local_shard
+from minitrain.run.checkpoint.checkpoint_files import Writer
+from minitrain.run.config import load as configs
+from minitrain.run.launch.failures import recorded
+from minitrain.run.launch.start import be_deterministic, start
+from minitrain.run.monitor.health import Health, batch_origin
+from minitrain.run.monitor.metrics import MetricsLog
+from minitrain.run.tasks import rows_task as train_model
+from minitrain.settings import Config
+from minitrain.training.loop import Trainer, is_finite
+from minitrain.training.objectives import LanguageModeling
+from tests.distributed.test_grpo_layouts import TREE as GRPO
+from tests.distributed.test_grpo_layouts import made_up_groups
+
+TINY = {
+    "model": {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258},
+    "batch": {"global": 4, "micro": 1, "seq_len": 16},
+    "steps": 6,
+    "device": "cpu",
+}
+MOE = {"model": {"name": "deepseek-v3-tiny", "num_layers": 2, "bias_update_speed": 0.1}}
+IN_BF16 = {"precision": "bf16-pure", "optim": {"states": "bf16", "stochastic_rounding": True}}
+
+
+class InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+POISONS = {
+    "loss and gradient": lambda loss: loss * math.nan,
+    "gradient": InfiniteGradient.apply,
+    "loss": lambda loss: loss + math.inf,
+}
+
+
+class Poisoned:
+    """A trainer's objective that goes wrong on one rank alone, or on those that share its rows: the last ones."""
+
+    def __init__(self, trainer: Trainer, kind: str):
+        self.objective, self.kind = trainer.objective, kind
+        self.count, self.metrics = self.objective.count, self.objective.metrics
+        meshes = trainer.meshes.loss, trainer.meshes.pp
+        self.here = all(mesh.get_local_rank() == mesh.size() - 1 for mesh in meshes)
+
+    def loss(self, model, batch):
+        loss = self.objective.loss(model, batch)
+        return POISONS[self.kind](loss) if self.here else loss
+
+
+def everything(trainer: Trainer) -> list[Tensor]:
+    """This rank's parts of weights, buffers (the selection bias is one) and optimizer states, step counts included."""
+    states = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    return [local_shard(tensor)[0].clone() for tensor in [*trainer.model.state_dict().values(), *states]]
+
+
+def train_with_a_bad_step(tree: dict, kind: str) -> tuple[list[float], bool]:
+    """Loss and norm of a bad step between two good ones, and whether all is, to the bit, as without it."""
+    results = []
+    for bad in (True, False):
+        config = configs.from_dict(tree)
+        trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
+        trainer.step(dataset, 0)
+        if bad:
+            objective, trainer.objective = trainer.objective, Poisoned(trainer, kind)
+            before, numbers = everything(trainer), trainer.step(dataset, 1)
+            untouched = all(map(torch.equal, before, everything(trainer)))
+            trainer.objective = objective
+        trainer.step(dataset, 2)
+        results.append(everything(trainer))
+    moved = not all(map(torch.equal, before, results[0]))
+    return [x.item() for x in numbers.values()], moved and untouched and all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("kind", POISONS)
+@pytest.mark.parametrize("extra", [{}, {"optim": {"name": "sgd"}}, IN_BF16, MOE], ids=["adamw", "sgd", "bf16", "moe"])
+def test_a_step_that_is_not_finite_changes_nothing(kind, extra):
+    (loss, norm), as_without = train_with_a_bad_step(TINY | extra, kind)
+    assert math.isfinite(loss) == (kind == "gradient") and math.isfinite(norm) == (kind == "loss")
+    assert as_without and not is_finite({"loss": loss, "grad_norm": norm})
+
+
+LAYOUTS = [
+    {"precision": "fp8"},
+    IN_BF16 | {"parallel": {"pp": 2}},
+    {"lora": {"rank": 4}, "parallel": {"dp_replicate": 2}},
+    MOE | {"parallel": {"tp": 2, "ep": 2}},
+]
+
+
+def train_in_all_layouts() -> list[tuple[list[float], bool]]:
+    return [train_with_a_bad_step(TINY | extra, ("loss", "gradient")[i % 2]) for i, extra in enumerate(LAYOUTS)]
+
+
+def test_all_ranks_skip_what_one_of_them_finds(pool):
+    for rank in pool.run(2, train_in_all_layouts):
+        for layout, (numbers, as_without) in zip(LAYOUTS, rank, strict=True):
+            assert not all(map(math.isfinite, numbers)) and as_without, layout
+
+
+def test_updates_of_a_policy_are_skipped_and_counted():
+    config = configs.from_dict(GRPO | {"grpo": GRPO["grpo"] | {"kl": 0.0}})
+    policy = PolicyTrainer(config, start(config), lambda name: nullcontext())
+    policy.trainer.objective.loss = poison_once(policy.trainer.objective.loss)
+    numbers = policy.learn(made_up_groups(), 0)
+    assert numbers["skipped"] == 1 and math.isnan(numbers["loss"])  # of two updates
+    assert policy.learn(made_up_groups(), 1)["skipped"] == 0
+    policy.trainer.objective.loss = lambda model, batch: next(model.parameters()).sum() * math.nan
+    assert policy.learn(made_up_groups(), 2)["skipped"] == 2
+
+
+@pytest.mark.parametrize("kind", POISONS)
+def test_a_bad_step_to_warm_up_changes_nothing(kind):
+    config = configs.from_dict(GRPO | {"grpo": GRPO["grpo"] | {"warmup_steps": 1, "warmup_lr": 0.1}})
+    policy = PolicyTrainer(config, start(config), lambda name: nullcontext())
+    before, loss = everything(policy.trainer), LanguageModeling.loss
+    with mock.patch.object(LanguageModeling, "loss", lambda *arguments: POISONS[kind](loss(*arguments))):
+        policy.warm_up(open_problems(config)[0])
+    assert all(map(torch.equal, before, everything(policy.trainer)))
+
+
+def poison_once(loss):
+    left = [math.nan]
+    return lambda *arguments: loss(*arguments) * (left.pop() if left else 1.0)
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+def lines(folder) -> list[dict]:
+    """Read as strictly as JSON is: it has no NaN."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(poisoned, key=value...) trains on text, where the steps with these numbers go wrong; returns out_dir."""
+    (tmp_path / "text.txt").write_text("".join(f"line {i * i} of text\n" for i in range(100)))
+    update = Trainer.update
+    bad = set()
+
+    def update_or_poison(trainer, batches, step):
+        objective = trainer.objective
+        trainer.objective = Poisoned(trainer, "loss and gradient") if step + 1 in bad else objective
+        try:
+            return update(trainer, batches, step)
+        finally:
+            trainer.objective = objective
+
+    def run(poisoned, **changes):
+        bad.clear()
+        bad.update(poisoned)
+        data = {"kind": "text", "path": str(tmp_path / "text.txt")}
+        tree = TINY | {"data": data, "out_dir": str(tmp_path / "out"), "checkpoint": {"every": 2}} | changes
+        train_model.train(configs.from_dict(tree))
+        return tmp_path / "out"
+
+    monkeypatch.setattr(Trainer, "update", update_or_poison)
+    return run
+
+
+def test_skipped_steps_are_counted_and_told_with_their_batch(run, capsys):
+    found = lines(run([2, 3]))
+    assert [line["skipped"] for line in found] == [0, 1, 1, 0, 0, 0]
+    assert found[1]["loss"] is found[1]["grad_norm"] is None and math.isfinite(found[-1]["loss"])
+    assert found[1]["batch"].startswith("rows 4 to 7 of the data: document 1") and "batch" not in found[0]
+    assert "step 2: skipped, as loss=nan or grad_norm=nan is not finite; rows 4 to 7" in capsys.readouterr().out
+
+
+def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path, capsys):
+    message = r"^step 5 is number 3 in a row to be skipped .* as after step 2, .* rows 16 to 19"
+    with pytest.raises(InputError, match=message):
+        run([3, 4, 5, 6], optim={"max_skipped": 3})
+    found = lines(tmp_path / "out")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5] and found[-1]["batch"].startswith("rows 16 to 19")
+    assert (tmp_path / "out/logs/rank-0.log").read_text().count("Traceback") == 1
+    log = tmp_path / "out/metrics.jsonl"
+    log.write_text("".join(log.open().readlines()[:3]))  # as if it had ended before the line of step 4
+    resumed = lines(run([]))  # from step 4, whose weights are those of step 2
+    assert "lacks" not in capsys.readouterr().out
+    assert [line["skipped"] for line in resumed] == [0, 0, 1, 1, 0, 0]
+    assert [line["loss"] is None for line in resumed] == [False, False, True, True, False, False]
+
+
+def test_the_same_command_is_allowed_no_more_skipped_steps(run, tmp_path):
+    """Neither where it continues before the step that was one too many, nor behind it."""
+    for _ in range(2):
+        with pytest.raises(InputError, match="^step 5 is number 3 in a row to be skipped .* as after step 2,"):
+            run([3, 4, 5, 6], optim={"max_skipped": 3})
+    for _ in range(2):
+        with pytest.raises(InputError, match="^(step 6 is number 4|the last 4 steps were skipped)"):
+            run([3, 4, 5, 6], optim={"max_skipped": 4})
+    assert not (tmp_path / "out/config.json").exists()
+    run([3, 4, 5, 6], optim={"max_skipped": 5})
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_lines_that_a_log_lost_are_told(run, tmp_path, capsys):
+    log = run([]) / "metrics.jsonl"
+    run([])
+    assert "no step is left to do" in capsys.readouterr().out
+    first, second, *_ = log.open().readlines()
+    log.write_text(first + second + second)  # as a machine without power leaves it, and somebody's editor
+    found = lines(run([], steps=7))
+    assert [line["step"] for line in found] == [1, 2, 2, 6, 7]
+    assert "metrics.jsonl lacks 3 of the 6 steps that are done" in capsys.readouterr().out
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(run, tmp_path, monkeypatch):
+    write, threads = Writer.write_data, []
+
+    def write_slowly(*args):
+        threads.append(threading.current_thread())
+        time.sleep(0.3)
+        return write(*args)
+
+    monkeypatch.setattr(Writer, "write_data", write_slowly)
+    with pytest.raises(InputError, match="step 2 is number 1 in a row"):
+        run([2], optim={"max_skipped": 1}, checkpoint={"every": 2, "asynchronous": True})
+    assert (tmp_path / "out/checkpoints/step-00000002").exists()
+    assert threads and threading.main_thread() not in threads
+
+
+# --------------------------------------------------------------------------------------------------------------- spikes
+
+
+def watch(losses: list[float], spike: float = 6.0) -> list[int]:
+    """The steps at which a loss is told."""
+    config = Config()
+    config.metrics.spike = spike
+    health = Health(config, lambda text: None, lambda step: "a batch")
+    steps = ({"step": i, "loss": loss, "grad_norm": 1.0, "skipped": 0} for i, loss in enumerate(losses))
+    return [numbers["step"] for numbers in health.watch(steps) if "batch" in numbers]
+
+
+def test_spikes_stand_out_of_noise_and_trends_do_not():
+    noise = random.Random(0)
+    falling = [3 + 7 * math.exp(-i / 50) + noise.gauss(0, 0.05) for i in range(1000)]
+    assert watch(falling) == []
+    spiking = [loss + 1.0 * (i in (15, 300, 301, 302, 600)) for i, loss in enumerate(falling)]
+    assert watch(spiking) == [300, 301, 302, 600]  # the first one comes before there is anything to compare with
+    assert watch(spiking, spike=0) == []
+    assert watch([2.0] * 100 + [2.01, 2.03]) == [101]  # without any noise, 1 % is the least
+    assert watch([-2.0] * 100 + [-1.99, -1.97]) == [101]
+    assert watch([2.0] * 19 + [9.0]) == [] and watch([2.0] * 20 + [9.0]) == [20]
+    assert watch([2.0] * 20 + [math.nan] * 30 + [9.0]) == [50]
+    assert watch([1.0, 3.0] * 10 + [10.89]) == [] and watch([1.0, 3.0] * 10 + [10.9]) == [20]  # 2 + 6 x 1.4826
+
+
+def test_a_step_is_skipped_if_none_of_its_updates_changed_the_weights():
+    config = Config()
+    config.optim.max_skipped = 2
+    steps = [{"step": i, "loss": math.nan, "grad_norm": 1.0, "skipped": i % 2 + 1} for i in range(6)]
+    health = Health(config, lambda text: None, lambda step: "a batch", updates=2)
+    assert len(list(health.watch(iter(steps)))) == 6
+    health.updates = 1
+    with pytest.raises(InputError, match="number 2 in a row"):
+        list(health.watch({**numbers, "skipped": 1} for numbers in steps))
+
+
+def test_only_steps_without_any_update_count_as_skipped(tmp_path):
+    start(configs.from_dict(TINY))
+    file = tmp_path / "metrics.jsonl"
+    numbers = [{"step": i + 1, "loss": 1.0, "skipped": n} for i, n in enumerate([2, 1, 2, 2])]
+    file.write_text("".join(json.dumps(line) + "\n" for line in numbers))
+    log = MetricsLog(file, steps=10, start=4)
+    assert (log.skipped_steps(2), log.skipped_steps(1)) == (2, 0)
+    log.step({"step": 5, "loss": 2.0, "skipped": 2, "tokens_per_sec": 1.0})
+    assert (list(log.losses), log.skipped_steps(2)) == ([1.0] * 4 + [2.0], 3)
+    log.close()
+
+
+def noisy_run(out, steps: int) -> dict[int, str]:
+    """The batches of its spikes, by step: mock rows are of different difficulty, and the weights stay."""
+    model, batch = TINY["model"] | {"initializer_range": 0.2}, {"global": 1, "micro": 1, "seq_len": 16}
+    settings = {"model": model, "batch": batch, "optim": {"lr": 0.0}, "metrics": {"spike": 0.1}}
+    train_model.train(configs.from_dict(TINY | settings | {"steps": steps, "out_dir": str(out)}))
+    return {line["step"]: line["batch"] for line in lines(out) if "batch" in line}
+
+
+def run_with_and_without_a_break(folder):
+    noisy_run(folder / "parts", 25)
+    log = folder / "parts/metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))  # killed before the last line
+    return noisy_run(folder / "whole", 40), noisy_run(folder / "parts", 40)
+
+
+def test_a_run_that_continues_remembers_what_its_losses_were(pool, tmp_path):
+    whole, parts = pool.run(1, run_with_and_without_a_break, tmp_path)[0]
+    assert whole == parts and max(whole) > 25
+
+
+@pytest.mark.parametrize("kind", ["tokens", "mock"])
+def test_batches_are_identified_by_file_and_place(kind, tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(64, dtype=np.uint16))
+    data = {"kind": kind, "path": str(tmp_path / "a.npy") if kind == "tokens" else ""}
+    dataset, _ = open_dataset(configs.from_dict(TINY | {"data": data}))
+    text = batch_origin(dataset, 2, step=2)
+    assert text.startswith("rows 2 to 3 of the data")
+    if kind == "tokens":
+        first = dataset.row(2)["tokens"]
+        assert f"{tmp_path / 'a.npy'} tokens {first[0]} to {first[-1]}, " in text
+
+
+@pytest.mark.parametrize("rows, shown", [(4, "document 4, document 5"), (5, "document 5, document 6, ...")])
+def test_the_first_rows_of_a_batch_stand_for_it(rows, shown):
+    """Where documents fill two rows each; of five rows the last is not shown."""
+    dataset = SimpleNamespace(origin=lambda number: f"document {number // 2}")
+    assert batch_origin(dataset, rows, step=3) == f"rows {2 * rows} to {3 * rows - 1} of the data: {shown}"
+
+
+# ---------------------------------------------------------------------------------------------------------- determinism
+
+
+def deterministic_run(tree: dict) -> list[Tensor]:
+    torch.use_deterministic_algorithms(False)
+    config = configs.from_dict(tree | {"deterministic": True})
+    with compiler.patch(deterministic=False), mock.patch.dict(os.environ):  # both as before for the tests after this
+        try:
+            trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
+            assert torch.are_deterministic_algorithms_enabled() and compiler.deterministic
+            for step in range(3):
+                trainer.step(dataset, step)
+            return everything(trainer)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_deterministic_run_is_the_same_to_the_bit(pool, ranks):
+    tree = TINY | {"lora": {"rank": 4, "dropout": 0.5}}
+    first, second = (pool.run(ranks, deterministic_run, tree) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", [
+    {}, MOE, {"model": {"name": "nemotron3-nano-30b-a3b-tiny"}}, {"precision": "bf16", "compile": True},
+], ids=["plain", "moe", "mamba", "compiled"])  # fmt: skip
+def test_a_deterministic_run_on_cuda(extra):
+    tree = TINY | {"device": "cuda"} | extra
+    first, second = deterministic_run(tree), deterministic_run(tree)
+    assert all(map(torch.equal, first, second))
+
+
+def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "3", "WORLD_SIZE": "4"})  # as before a group has started
+    be_deterministic()
+    expected = r"^deterministic=true: \S+ does not have a deterministic implementation \(use deterministic=false\)$"
+    try:
+        for times in (1, 2):
+            with pytest.raises(InputError, match=expected), recorded(tmp_path):
+                torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+            assert (tmp_path / "logs/rank-3.log").read_text().count("Traceback") == times
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_the_user_says_of_algorithms_stays(monkeypatch):
+    own = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree,CollnetDirect,CollnetChain"}
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    for given in ({}, dict.fromkeys(own, "the user's")):
+        monkeypatch.setattr(os, "environ", dict(given))
+        be_deterministic()
+        assert os.environ == own | given
+
+
+def test_a_log_that_cannot_be_written_does_not_hide_the_failure(tmp_path):
+    (tmp_path / "logs").touch()
+    with pytest.raises(ValueError, match="^the failure$"), recorded(tmp_path):
+        raise ValueError("the failure")

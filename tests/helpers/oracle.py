@@ -1,0 +1,308 @@
+"""The oracle of every parallel layout: train on some ranks, and check each step against plain autograd in one process.
+
+Plain SGD, not Adam, which would hide a wrong scale; every parameter's gradient, not the loss, which would hide most
+mistakes. Each step is checked from the weights it started with, so that rounding does not add up over the steps.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import register_dataclass, tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from minitrain.models.decoder import Decoder
+from minitrain.models.lora import add_adapters
+from minitrain.parallel.context import local_tokens
+from minitrain.parallel.shards import full_tensor, to_local
+from minitrain.run.config import load as configs
+from minitrain.run.launch.start import fill_weights, start
+from minitrain.settings import Config
+from minitrain.training.build import build_model, initialize
+from minitrain.training.loop import forward_backward
+from minitrain.training.loss import IGNORE
+from minitrain.training.objectives import LanguageModeling
+from minitrain.training.optim import clip_gradients
+from tests.helpers.pool import Pool, part_of
+
+Tensors = dict[str, Tensor]  # by parameter name
+
+
+@dataclass
+class Trace:
+    """What one rank saw of a training run. A rank of a pipeline knows only its own parameters."""
+
+    weights: list[Tensors] = field(default_factory=list)  # before the first step, and after each
+    gradients: list[Tensors] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of all gradients, before they were clipped
+
+
+register_dataclass(Trace)
+
+
+def ragged_batch(config: Config, step: int) -> Tensors:
+    """A global batch whose rows have very different numbers of valid labels: none in the first, most in the last."""
+    rows, length = config.batch.global_, config.batch.seq_len
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(config.model.config.vocab_size, (rows, length + 1), generator=generator)
+    valid = torch.arange(rows)[:, None] * length // rows
+    labels = torch.where(torch.arange(length) < valid, tokens[:, 1:], IGNORE)
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
+def packed_batch(config, step):
+    """`ragged_batch` with a document border before every fourth token or so, and positions that restart there."""
+    batch = ragged_batch(config, step)
+    begins = torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(step)) < 0.25
+    place = torch.arange(begins.shape[1])
+    positions = place - torch.where(begins, place, 0).cummax(1).values
+    return batch | {"document_ids": begins.cumsum(1), "positions": positions}
+
+
+class Batches:
+    """So many global batches, one after the other, as a dataset."""
+
+    def __init__(self, config: Config, steps: int, batch: Callable = ragged_batch):
+        self.batches, self.rows = [batch(config, step) for step in range(steps)], config.batch.global_
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.rows
+
+    def row(self, n: int) -> Tensors:
+        return {key: value[n % self.rows] for key, value in self.batches[n // self.rows].items()}
+
+
+def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
+    """Train with plain SGD on this rank of the running group, on the product's own path. tree: a config, as in YAML.
+
+    Gradients are clipped as `optim.clip` says, and recorded before that.
+    """
+    config = configs.from_dict(tree | {"device": "cpu"})
+    meshes = start(config)
+    model = build_model(config, meshes, partial(fill_weights, config))
+    trace = Trace(weights=[copies(model.named_parameters())])
+    for step in range(steps):
+        rows = micro_batches(batch(config, step), config, meshes.batch)
+        rows = [local_tokens(each, meshes.cp, config.parallel.context) for each in rows]
+        loss = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
+        trace.losses.append(loss.item())
+        trace.gradients.append(copies((name, p.grad) for name, p in model.named_parameters() if p.requires_grad))
+        trace.norms.append(clip_gradients(list(model.parameters()), config.optim.clip, meshes.pp).item())
+        descend(model, config.optim.lr)
+        trace.weights.append(copies(model.named_parameters()))
+    return trace
+
+
+@torch.no_grad()
+def descend(model: Module, rate: float) -> None:
+    """A step of SGD, which takes the gradients. On shards: DTensor's operations take longer than all else in a test."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            to_local(parameter).sub_(to_local(parameter.grad), alpha=rate)
+            parameter.grad = None
+
+
+def count_calls(collective: str):
+    """A patch that counts the calls of a collective of tensors, by the name it has in this version of torch."""
+    names = [f"{collective}_{form}" for form in ("single", "tensor", "into_tensor")]
+    name = next(name for name in names if hasattr(dist, name))
+    return mock.patch.object(dist, name, wraps=getattr(dist, name))
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that run inside, of plain tensors: by key(operator, arguments), but for those of None."""
+
+    def __init__(self, key: Callable):
+        super().__init__()
+        self.key, self.counts = key, Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # see the operators that it is made of instead
+        if (found := self.key(op, args)) is not None:
+            self.counts[found] += 1
+        return op(*args, **kwargs or {})
+
+
+class Results(TorchDispatchMode):
+    """Shows every plain tensor that operators return inside to `look`."""
+
+    def __init__(self, look: Callable):
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **kwargs or {})
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                self.look(tensor)
+        return out
+
+
+def collective(op, args) -> str | None:
+    """The name of one between activations; FSDP's are other operators."""
+    return op._opname if op.namespace == "_c10d_functional" else None
+
+
+def train_compiled(*args) -> Trace:
+    """`train` with block.compile() handing its graphs to autograd instead of to a C++ compiler."""
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return train(*args)
+
+
+def micro_batches(batch: Tensors, config: Config, ranks: DeviceMesh) -> list[Tensors]:
+    """This rank's rows of a global batch, `batch.micro` at a time."""
+    share = config.batch.global_ // ranks.size()
+    first = ranks.get_local_rank() * share
+    starts = range(first, first + share, config.batch.micro)
+    return [{key: value[n : n + config.batch.micro] for key, value in batch.items()} for n in starts]
+
+
+@torch.no_grad()
+def copies(named: Iterable[tuple[str, Tensor]]) -> Tensors:
+    """Of shards the rank's parts: the pool makes whole what ranks return, in far less time than gathering takes."""
+    return {name: part_of(tensor) if isinstance(tensor, DTensor) else tensor.clone() for name, tensor in named}
+
+
+def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
+    """Copies of the full tensors; collective where they are sharded."""
+    return {name: full_tensor(tensor.detach()).clone() for name, tensor in named}
+
+
+def built(tree: dict) -> Tensors:
+    """This rank's weights, in full, as a run begins with them."""
+    config = configs.from_dict(tree | {"device": "cpu"})
+    return snapshot(build_model(config, start(config), partial(fill_weights, config)).named_parameters())
+
+
+def initial_weights(config: Config) -> Tensors:
+    """Those of a model that no layout has touched."""
+    model = plain_model(config)
+    return snapshot(model.named_parameters())
+
+
+def plain_model(config: Config) -> Decoder:
+    """With the initial weights, and without any layout."""
+    model = Decoder(config.model.config)
+    if config.lora:
+        add_adapters(model, config.lora)
+    initialize(model, config.seed)
+    return model
+
+
+def plain_step(config: Config, weights: Tensors, batch: Tensors) -> tuple[float, Tensors]:
+    """Mean loss over the valid labels of a whole batch, and its gradients: no layout, no loop, no micro-batches.
+
+    In fp32 and with the product's own loss function, so that what differs is the layout and not the rounding; that the
+    model and the loss are right is for their own tests to say.
+    """
+    model = plain_model(config)  # for the buffers; weights follow
+    model.load_state_dict(weights, strict=False)
+    loss = LanguageModeling().loss(model, batch) / (batch["labels"] != IGNORE).sum()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return loss.item(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def check_against_one_process(
+    pool: Pool,
+    world_size: int,
+    tree: dict,
+    steps: int = 2,
+    batch: Callable = ragged_batch,
+    tolerance: float = 1e-6,
+    run: Callable = train,
+    double: bool = False,
+) -> None:
+    """Train `tree` on `world_size` ranks: losses, gradients, their norm and weights must be those of `plain_step`.
+
+    tolerance: on norm(difference) / norm(expected) of each parameter, and on the relative difference of the losses.
+    Initial weights must agree to the bit.
+    run: what each rank calls, `train` or something around it.
+    double: compute in fp64, on both sides. For layouts that split sums in other ways than data parallelism does, where
+    gradients that nearly cancel, as those of key biases do, differ by more than the tolerance through rounding alone.
+    """
+    if double:
+        with double_precision():
+            run = partial(in_double_precision, run)
+            return check_against_one_process(pool, world_size, tree, steps, batch, tolerance, run)
+    config = configs.from_dict(tree)
+    traces = pool.run(world_size, run, tree, steps, batch)
+    check_close([trace.weights[0] for trace in traces], initial_weights(config), 0, "initial weights")
+    for step in range(steps):
+        weights = {name: tensor for trace in traces for name, tensor in trace.weights[step].items()}
+        loss, gradients = plain_step(config, weights, batch(config, step))
+        norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm().item()
+        rate = config.optim.lr * min(1, (config.optim.clip or norm) / norm)
+        updated = {name: weights[name] - rate * gradients.get(name, 0) for name in weights}
+        for rank, trace in enumerate(traces):
+            assert abs(trace.losses[step] / loss - 1) <= tolerance, f"loss of step {step} on rank {rank}"
+            assert abs(trace.norms[step] / norm - 1) <= tolerance, f"gradient norm of step {step} on rank {rank}"
+        check_close([trace.gradients[step] for trace in traces], gradients, tolerance, f"gradients of step {step}")
+        check_close([trace.weights[step + 1] for trace in traces], updated, tolerance, f"weights after step {step}")
+
+
+@contextmanager
+def double_precision():
+    """What is fp32 unless said otherwise, is fp64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def in_double_precision(function: Callable, *args):
+    with double_precision():
+        return function(*args)
+
+
+def check_close(ranks: list[Tensors], expected: Tensors, tolerance: float, what: str) -> None:
+    """The ranks together have all tensors, each close to the expected one; else fail with the name of the worst.
+
+    Where terms cancel to nothing, as in the gradients of GPT-3's key biases, only their rounding is left to compare.
+    """
+    nothing = 1e-10 * max(tensor.double().norm().item() for tensor in expected.values())
+    actual = [(rank, name, tensor) for rank, tensors in enumerate(ranks) for name, tensor in tensors.items()]
+    assert {name for _, name, _ in actual} == set(expected), what
+    errors = ((relative_error(tensor, expected[name], nothing), name, rank) for rank, name, tensor in actual)
+    error, name, rank = max(errors)
+    assert error <= tolerance, f"{what}: {name} on rank {rank} is off by {error:.1e} (relative; allowed {tolerance})"
+
+
+def relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """norm(actual - expected) / norm(expected), where 0 / 0 is 0; infinite for other shapes or non-finite values.
+
+    least: what is divided by at least.
+    """
+    if actual.shape != expected.shape or not actual.isfinite().all():
+        return float("inf")
+    difference, size = (actual.double() - expected).norm().item(), max(expected.double().norm().item(), least)
+    if difference == 0:
+        return 0.0
+    return difference / size if size else float("inf")
+
+
+def count_flops(function: Callable) -> dict[str, int]:
+    """What torch counts in function(), by operator. Attention as plain products: on a CPU it counts no others."""
+    mapping = {torch.ops.aten._grouped_mm: grouped_mm_flops}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, sdpa_kernel(SDPBackend.MATH):
+        function()
+    return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+
+
+def grouped_mm_flops(a, b, *args, out_shape=None, **kwargs) -> int:
+    """torch has no formula: rows x in x out, or, for the gradient of a stack, in x rows x out of all experts."""
+    return 2 * a[0] * a[1] * b[-1]

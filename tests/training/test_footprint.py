@@ -1,0 +1,129 @@
+"""Memory that a run will need, and has not."""
+
+import os
+import re
+
+import pytest
+import torch
+from torch._inductor.exc import InvalidCxxCompiler
+
+from minitrain.data.datasets import open_dataset
+from minitrain.errors import InputError
+from minitrain.parallel.shards import to_local
+from minitrain.run.config import load as configs
+from minitrain.run.launch.failures import explain
+from minitrain.run.launch.start import start
+from minitrain.training import build, footprint
+from minitrain.training.loop import Trainer
+from tests.helpers.commands import command
+from tests.training.test_optim import BYTES
+
+BATCH = {"global": 4, "micro": 1, "seq_len": 8}
+CPU = torch.device("cpu")
+
+
+def footprints(tree: dict) -> tuple[dict[str, int], dict[str, int]]:
+    """What is reckoned, and what a rank's trained tensors take after a step."""
+    config = configs.from_dict(tree | {"batch": BATCH, "device": "cpu"})
+    trainer = Trainer(config, start(config))
+    reckoned = footprint.footprint(trainer.model, config)
+    batches = trainer.micro_batches(open_dataset(config)[0], 0)
+    gradients = []
+    step = trainer.optimizer.step
+
+    def note(*args):
+        gradients.append(total(p.grad for p in trainer.model.parameters() if p.grad is not None))
+        return step(*args)
+
+    trainer.optimizer.step = note
+    trainer.update(batches, 0)
+    states = trainer.optimizer.state.values()
+    taken = {
+        "weights": total(trainer.model.state_dict().values()),
+        "gradients": gradients[0],
+        "optimizer states": total(x for state in states for key, x in state.items() if key != "step"),
+    }
+    return reckoned, taken
+
+
+def total(tensors) -> int:
+    return sum(to_local(tensor).nbytes for tensor in tensors)
+
+
+TINY = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 128}
+
+
+@pytest.mark.parametrize("tree", [
+    *({"precision": precision, "optim": {"states": states}} for precision, states, _ in BYTES),
+    {"optim": {"name": "sgd"}}, {"optim": {"name": "muon", "ema": 0.9}}, {"optim": {"ema": 0.9}},
+    {"lora": {"rank": 4}}, {"lora": {"rank": 4}, "precision": "bf16"},
+    {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}, {"parallel": {"dp_replicate": 2}},
+    {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2}},
+], ids=str)  # fmt: skip
+def test_what_is_reckoned_is_what_is_taken(pool, tree):
+    for reckoned, taken in pool.run(2, footprints, {"model": TINY} | tree):
+        assert reckoned == taken
+
+
+def test_free_memory(monkeypatch, tmp_path):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory / 100 < footprint.free_memory(CPU) < memory
+    monkeypatch.setattr(footprint, "LINUX_MEMORY", tmp_path / "meminfo")  # macOS has no such file
+    assert footprint.free_memory(CPU) == memory
+    footprint.LINUX_MEMORY.write_text("MemTotal:  24 kB\nMemFree:   2 kB\nMemAvailable:   16 kB\n")
+    assert footprint.free_memory(CPU) == 16 * 1024
+    monkeypatch.setattr(footprint, "OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(footprint, "CONTROL_GROUPS", tmp_path)
+    (tmp_path / "slurm/job/step").mkdir(parents=True)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "slurm/job/step/memory.max").write_text("max\n")
+    (tmp_path / "slurm/job/memory.max").write_text("8192\n")
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("4096\n")
+    footprint.OWN_GROUPS.write_text("0::/slurm/job/step\n")
+    assert footprint.free_memory(CPU) == 8192
+    footprint.OWN_GROUPS.write_text("4:memory:/docker/not-seen-from-within\n")
+    assert footprint.free_memory(CPU) == 4096
+
+
+def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
+    """8.03e9 parameters x 16 bytes; in 80 GiB bf16 and adapters would do, and two ranks."""
+    monkeypatch.setattr(build, "initialize", None)
+    monkeypatch.setattr(footprint, "free_memory", lambda device: 80 << 30)
+    config = configs.from_dict({"model": "llama3-8b", "device": "cpu"})
+    with pytest.raises(InputError) as caught:
+        build.build_model(config, start(config))
+    assert str(caught.value) == (
+        "119.7 GiB (weights 29.9, gradients 29.9, optimizer states 59.8) are needed on a rank, and 80.0 are free on "
+        "its CPU (use precision=bf16-pure optim.states=bf16 (59.8), lora.rank=16 precision=bf16 (15.0), 2 ranks that "
+        "share them, or a smaller model)"
+    )
+
+
+def test_train_says_first_what_it_is_about_to_do(tmp_path):
+    words = ["model=llama3.1-405b", "device=cpu", f"out_dir={tmp_path / 'out'}"]
+    result = command("-m", "minitrain.train", "--config", "configs/quickstart.yaml", *words)
+    assert result.stdout.startswith("llama3.1-405b with random weights, 405,853.4M parameters: pretrain in fp32")
+    assert re.fullmatch(r"error: .* GiB .* needed on a rank, and .* are free on its CPU \(use .*\)\n", result.stderr)
+    assert result.returncode == 2
+
+
+def test_a_dry_run_says_the_same_sum():
+    result = command("bench.py", "--dry-run", "--config", "configs/quickstart.yaml", "model=llama3-8b", "device=cpu")
+    assert "119.7 GiB (weights 29.9, gradients 29.9, optimizer states 59.8) and activations" in result.stdout
+
+
+def test_out_of_memory_is_one_line():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 55, dtype=torch.uint8)
+    asked = r"rank 0 is out of memory \(you tried to allocate 36028797018963968 bytes\): use recompute=full, a smaller"
+    assert re.match(asked, explain(caught.value))
+    gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
+    assert "out of memory (Tried to allocate 2.00 GiB): use" in explain(torch.OutOfMemoryError(gpu))
+    assert "out of memory: use" in explain(MemoryError())
+
+
+def test_a_compiler_that_is_missing_is_one_line():
+    """On the CPU and on a GPU."""
+    expected = "compile=true needs a C++ compiler, and torch finds none (install g++, set CXX, or use compile=false)"
+    assert explain(InvalidCxxCompiler()) == expected
+    assert explain(RuntimeError("Failed to find C compiler. Please specify via CC environment variable")) == expected

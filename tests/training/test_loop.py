@@ -1,0 +1,161 @@
+"""What the training loop does besides steps: evaluation, trial steps, and pictures that one rank writes."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitrain.commands.generate_video import draw_shapes
+from minitrain.data.text.text_rows import Mock
+from minitrain.models.router import Router
+from minitrain.run.config import load as configs
+from minitrain.run.launch.start import start
+from minitrain.training.build import build_model
+from minitrain.training.loop import Trainer, is_due, set_token_counts, to_device, training_steps
+from minitrain.training.loss import IGNORE
+from minitrain.training.objectives import LanguageModeling
+from minitrain.training.packing import rows
+from tests.training.test_diffusion import ROOT
+
+TREE = {
+    "model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 128},
+    "batch": {"global": 4, "micro": 2, "seq_len": 16},
+    "device": "cpu",
+}
+
+
+class Few(Mock):
+    """Mock data with so few rows that they come round again. The first n + 1 labels of row n count."""
+
+    size = 3
+
+    def __len__(self):
+        return self.size
+
+    def row(self, n):
+        row = super().row(n % self.size)
+        return row | {"labels": torch.where(torch.arange(self.seq_len) <= n % self.size, row["labels"], IGNORE)}
+
+
+def test_an_evaluation_counts_no_row_twice():
+    config = configs.from_dict(TREE)
+    trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=1)
+    with torch.no_grad():
+        expected = LanguageModeling().loss(trainer.model, rows(data, range(3))) / (1 + 2 + 3)
+    torch.testing.assert_close(trainer.evaluate(data), expected.item(), atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("batches", "size"), [(2, 100), (3, 11)])
+def test_an_evaluation_reads_full_batches_a_step_at_a_time(batches, size):
+    config = configs.from_dict(TREE | {"validation": {"batches": batches}})
+    trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=1)
+    data.size, events = size, []
+
+    def loss(*_):
+        events.append("loss and gradients" if torch.is_grad_enabled() else "loss")  # with these elements are dropped
+        return torch.ones(())
+
+    with (
+        mock.patch.object(data, "row", side_effect=lambda n: events.append(n) or Few.row(data, n)),
+        mock.patch.object(trainer.objective, "loss", side_effect=loss),
+    ):
+        trainer.evaluate(data)
+    assert events == [0, 1, 2, 3, "loss", "loss", 4, 5, 6, 7, "loss", "loss"]
+
+
+def test_a_step_with_nothing_to_predict_is_one_of_zeros():
+    """Neither a division by zero nor, for that, a step that is skipped; nor does an evaluation fail."""
+    config = configs.from_dict(TREE | {"batch": {"global": 2, "micro": 1, "seq_len": 16}})
+    trainer, data = Trainer(config, start(config)), Few(16, 128, seed=0, split=0)
+    row = {"labels": torch.full((16,), IGNORE)}
+    with mock.patch.object(data, "row", side_effect=lambda n: Mock.row(data, n) | row):
+        numbers = trainer.step(data, 0)
+        assert trainer.evaluate(data) == 0
+    assert {key: value.item() for key, value in numbers.items()} == {"loss": 0, "grad_norm": 0}
+
+
+def test_routers_are_told_of_all_tokens_but_padding():
+    model = {"name": "mixtral-8x7b-tiny", "num_layers": 1, "router_aux_loss_coef": 0.1}
+    config = configs.from_dict(TREE | {"model": model})
+    trainer, tokens = Trainer(config, start(config)), torch.zeros(1, 4, dtype=torch.int64)
+    batches = [{"tokens": tokens, "document_ids": torch.tensor([[0, 0, 1, -1]])}, {"tokens": tokens}]
+    set_token_counts(trainer.model, batches, trainer.meshes, trainer.device)
+    assert [module.tokens_per_step for module in trainer.model.modules() if isinstance(module, Router)] == [3 + 4]
+
+
+def test_all_of_a_batch_goes_to_the_device():
+    tensor = torch.zeros(2)
+    moved = to_device({"tokens": tensor, "labels": tensor}, torch.device("meta"))
+    assert all(each.is_meta for each in moved.values())
+
+
+def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):
+    """As a validation, or a checkpoint."""
+    clock = [0.0]
+
+    def step(dataset, number):
+        clock[0] += 2
+        return {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(1.0)}
+
+    monkeypatch.setattr("minitrain.training.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    trainer = SimpleNamespace(
+        config=configs.from_dict(TREE | {"steps": 3}), step=step, optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
+        total=None, objective=SimpleNamespace(metrics=lambda total: {}),
+    )  # fmt: skip
+    found = []
+    for numbers in training_steps(trainer, None, start=1, seen=4 * 16):
+        clock[0] += 100
+        found.append([numbers[name] for name in ("step", "tokens", "step_time_s", "tokens_per_sec")])
+    assert found == [[2, 2 * 4 * 16, 2, 4 * 16 / 2], [3, 3 * 4 * 16, 2, 4 * 16 / 2]]
+
+
+def test_what_is_due_now_and_then_is_always_due_at_the_end():
+    assert [n for n in range(1, 11) if is_due(n, 3, last=10)] == [3, 6, 9, 10]
+    assert [n for n in range(1, 11) if is_due(n, 0, last=10)] == [10]
+
+
+def draws(parallel):
+    """The first random number of steps 0, 1 and 0 again, drawn where the forward pass would draw; and of another run's
+    step 0."""
+    seen = []
+
+    def forward_backward(*_):
+        seen.append(torch.rand(()).item())
+        return torch.zeros(())
+
+    config = configs.from_dict(TREE | {"lora": {"dropout": 0.1}, "parallel": parallel})
+    trainer = Trainer(config, start(config))
+    with mock.patch("minitrain.training.loop.forward_backward", forward_backward):
+        for step in (0, 1, 0):
+            trainer.update([], step)
+        config.seed += 1
+        trainer.update([], 0)
+    return seen
+
+
+@pytest.mark.parametrize("parallel, same", [
+    ({"dp_shard": 2, "tp": 2}, [0, 0, 1, 1]),
+    ({"pp": 2, "tp": 2}, [0, 0, 1, 1]),
+    ({"dp_shard": 2, "cp": 2}, [0, 1, 2, 3]),
+], ids=str)  # fmt: skip
+def test_steps_and_ranks_drop_elements_of_their_own_but_tensor_parallel_ranks_the_same(pool, parallel, same):
+    """same: equal numbers for ranks that must draw the same."""
+    ranks = pool.run(4, draws, parallel)
+    assert all(first == again and len({first, second, other}) == 3 for first, second, again, other in ranks)
+    first = [rank[0] for rank in ranks]
+    assert [first.index(number) for number in first] == [same.index(group) for group in same]
+
+
+def draw(folder):
+    """What two ranks say of the same drawing, and which of them has written it."""
+    config = configs.load(ROOT / "configs/train/shapes.yaml", ["model.num_layers=1", "batch.micro=16", "device=cpu"])
+    model, path = build_model(config, start(config)), folder / f"rank-{dist.get_rank()}.png"
+    said = draw_shapes(model, path, steps=1, guidance=1.0, write=dist.get_rank() == 0)
+    return said.split(":")[1], path.exists()
+
+
+def test_all_ranks_draw_and_one_writes(pool, tmp_path):
+    (said, first), (same, second) = pool.run(2, draw, tmp_path)
+    assert said == same and (first, second) == (True, False)
