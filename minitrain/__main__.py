@@ -24,7 +24,7 @@ FILES = {
     "tokenize": "commands.tokenize",
     "encode-video": "commands.encode_video",
     "train": "commands.train",
-    "curves": "run.monitor.draw_curves",
+    "curves": "commands.curves",
     "export": "commands.export",
     "evaluate": "commands.evaluate",
     "generate": "commands.generate",

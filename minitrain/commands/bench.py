@@ -28,10 +28,10 @@ from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.errors import InputError, refused
+from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.launch.cli import check_writable, in_one_line
 from minitrain.run.launch.failures import rank
-from minitrain.run.launch.rendezvous import world_size
 from minitrain.run.launch.start import pick_device, start
 from minitrain.run.monitor.hardware import describe
 from minitrain.settings import Config

@@ -142,3 +142,13 @@ def _without_caches(folder: str, names: list[str]) -> list[str]:
     with readable(state):
         listed = state.read_text(encoding="utf-8")
     return [name for name in names if json.dumps(name) in listed]
+
+
+def has_tokenizer(config: Config) -> bool:
+    """Return True if data.tokenizer made the run's tokens.
+
+    Files of tokens may be any other's, unless it is named.
+    """
+    kinds = {data.kind for data in apart(config.data).values()}
+    named = "tokens" in kinds and config.data.tokenizer != "bytes"
+    return bool(kinds & {"text", "jsonl"}) or config.task == "grpo" or named

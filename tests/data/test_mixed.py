@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from minitrain.data.datasets import open_dataset
+from minitrain.data.files import has_tokenizer
 from minitrain.data.mixed import BLOCK, Mixed
 from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import make_trainer, start
-from minitrain.run.tasks.exports import has_tokenizer
 from minitrain.training.loop import training_steps
 from minitrain.training.loss import IGNORE
 from tests.helpers.commands import command

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitrain.commands.generate_video import draw_shapes
 from minitrain.data.text.text_rows import Mock
 from minitrain.models.router import Router
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
+from minitrain.run.tasks.draw_videos import draw_shapes
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer, is_due, set_token_counts, to_device, training_steps
 from minitrain.training.loss import IGNORE

@@ -5,7 +5,7 @@ import math
 from minitrain.errors import Faults, InputError, refuse
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.pipeline_split import pipeline_needs
-from minitrain.run.launch.rendezvous import world_size
+from minitrain.run.config.environment import world_size
 from minitrain.settings import Config
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from minitrain.errors import InputError
-from minitrain.run.launch.rendezvous import env_int
+from minitrain.run.config.environment import env_int
 
 PACKAGE = Path(__file__).parents[2]
 # files whose collectives say nothing of what was waited for

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from minitrain.errors import InputError
+from minitrain.run.config.environment import env_int
 
 # neither has a public name: the store that all ranks of the process group share, and a function
 # that returns the groups that this process is in
@@ -57,20 +58,6 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         where = f"rank {env_int('RANK')} cannot meet the others at {os.environ['MASTER_ADDR']}:{env_int('MASTER_PORT')}"
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
     return store, rank, world
-
-
-def env_int(name: str, otherwise: int = 0) -> int:
-    """Return an environment variable of this process; raise InputError if it is no whole number."""
-    try:
-        return int(os.environ.get(name, otherwise))
-    except ValueError:
-        said = f"{name}={os.environ[name]!r} is not a number"
-        raise InputError(f"{said} (start with torchrun, or unset WORLD_SIZE)") from None
-
-
-def world_size() -> int:
-    """Return the number of processes that torchrun started, before any group; 1 without torchrun."""
-    return env_int("WORLD_SIZE", 1)
 
 
 def check_device_type(

@@ -1,16 +1,8 @@
-"""Draw training curves, of one run or several in one picture: minitrain curves RUN... [--out FILE].
-
-Reads metrics.jsonl in each run's out_dir, also while it is being written. Without --out, curves.svg
-goes into the first run's folder.
-"""
+"""Draw the curves of runs, whose numbers stand in metrics.jsonl, as one SVG file."""
 
 from itertools import chain, cycle
-from pathlib import Path
 
-from minitrain.errors import InputError, refused
-from minitrain.run.launch import cli
 from minitrain.run.monitor import svg
-from minitrain.run.monitor.metrics_file import read_lines
 
 # titles, and the keys of metrics.jsonl that are drawn
 PANELS = {
@@ -26,22 +18,6 @@ PICTURE_WIDTH = 460
 HEIGHT = 220
 # of a longer run every n-th step is drawn
 MOST_POINTS = 2000
-
-
-def main(arguments: list[str]) -> None:
-    parser = cli.Parser(prog="minitrain curves", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=cli.home_path, help="an out_dir")
-    parser.add_argument("--out", metavar="FILE", type=cli.home_path)
-    options = parser.parse_args(arguments)
-    runs = {}
-    for run in options.runs:
-        runs[run], _ = read_lines(Path(run, "metrics.jsonl"))
-        if not runs[run]:
-            raise InputError(f"{run} has no metrics.jsonl with steps (give a run's out_dir)")
-    file = Path(options.out or Path(options.runs[0], "curves.svg"))
-    with refused(f"{file} cannot be written"):
-        file.write_text(curves(runs), encoding="utf-8")
-    print(f"{file}: open it in a browser")
 
 
 def curves(runs: dict[str, list[dict]]) -> str:
@@ -85,7 +61,3 @@ def panel(title: str, found: dict, colors: dict[str, str], left: float, above: f
         if key.startswith("val_"):
             drawn += svg.dots(places, colors[run])
     return drawn
-
-
-if __name__ == "__main__":
-    cli.run(main)

@@ -6,9 +6,9 @@ import shutil
 from datetime import timedelta
 from statistics import fmean
 
+from minitrain.data.files import has_tokenizer
 from minitrain.models.zoo import empty_model
 from minitrain.run.launch.start import pick_device
-from minitrain.run.tasks.exports import has_tokenizer
 from minitrain.settings import Config
 
 LAYOUT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from minitrain.data.chat.chat_templates import TEMPLATES, asking_with, choose_template
 from minitrain.data.chat.chats import end_of_reply
-from minitrain.data.files import apart
+from minitrain.data.files import has_tokenizer
 from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import end_also_at
@@ -123,13 +123,3 @@ def with_ids_of_data(config: Config) -> Config:
 def document_end(config: Config) -> int | None:
     """Return the token that ends a document in files of tokens, if there is one."""
     return config.data.document_end if config.data.kind == "tokens" else None
-
-
-def has_tokenizer(config: Config) -> bool:
-    """Return True if data.tokenizer made the run's tokens.
-
-    Files of tokens may be any other's, unless it is named.
-    """
-    kinds = {data.kind for data in apart(config.data).values()}
-    named = "tokens" in kinds and config.data.tokenizer != "bytes"
-    return bool(kinds & {"text", "jsonl"}) or config.task == "grpo" or named

@@ -6,27 +6,23 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from minitrain.commands.generate_video import draw_shapes
 from minitrain.data.datasets import open_dataset, with_steps
+from minitrain.data.files import has_tokenizer
 from minitrain.data.tokenizer import check_same_ids
 from minitrain.errors import refused
 from minitrain.formats.hf import find_weights
 from minitrain.run.checkpoint.checkpointer import Checkpointer, resume, save_step
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
+from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.launch.failures import rank, record_flights, recorded
 from minitrain.run.launch.lock import locked
-from minitrain.run.launch.rendezvous import world_size
 from minitrain.run.launch.start import checkpoint_group, make_trainer, start
 from minitrain.run.monitor.health import batch_origin
 from minitrain.run.monitor.progress import bits_per_byte, opening
+from minitrain.run.tasks.draw_videos import draw_shapes
 from minitrain.run.tasks.exact_match import exact_match
-from minitrain.run.tasks.exports import (
-    check_free_of_others,
-    export,
-    has_tokenizer,
-    with_ids_of_data,
-)
+from minitrain.run.tasks.exports import check_free_of_others, export, with_ids_of_data
 from minitrain.run.tasks.grpo_task import Run
 from minitrain.run.tasks.task import run_task
 from minitrain.settings import Config

@@ -1,0 +1,28 @@
+"""Draw training curves, of one run or several in one picture: minitrain curves RUN... [--out FILE].
+
+Reads metrics.jsonl in each run's out_dir, also while it is being written. Without --out, curves.svg
+goes into the first run's folder.
+"""
+
+from pathlib import Path
+
+from minitrain.errors import InputError, refused
+from minitrain.run.launch import cli
+from minitrain.run.monitor.draw_curves import curves
+from minitrain.run.monitor.metrics_file import read_lines
+
+
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(prog="minitrain curves", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=cli.home_path, help="an out_dir")
+    parser.add_argument("--out", metavar="FILE", type=cli.home_path)
+    options = parser.parse_args(arguments)
+    runs = {}
+    for run in options.runs:
+        runs[run], _ = read_lines(Path(run, "metrics.jsonl"))
+        if not runs[run]:
+            raise InputError(f"{run} has no metrics.jsonl with steps (give a run's out_dir)")
+    file = Path(options.out or Path(options.runs[0], "curves.svg"))
+    with refused(f"{file} cannot be written"):
+        file.write_text(curves(runs), encoding="utf-8")
+    print(f"{file}: open it in a browser")
