@@ -19,7 +19,12 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 DEVICE = "cuda"
 PROCESSES = 12
 TOKENS = 8192
-LLAMA = {"q, o": (4096, 4096), "k, v": (4096, 1024), "gate, up": (4096, 14336), "down": (14336, 4096)}
+LLAMA = {
+    "q, o": (4096, 4096),
+    "k, v": (4096, 1024),
+    "gate, up": (4096, 14336),
+    "down": (14336, 4096),
+}
 # hidden size, the experts' intermediate size, experts, rows per expert
 EXPERTS = {
     "qwen3-30b, 16 experts": (2048, 768, 16, 4096),
@@ -55,7 +60,12 @@ def products():
         flops, moved = 2 * TOKENS * inner * out, 2 * (TOKENS * inner + inner * out + TOKENS * out)
         yield f"bf16 {name}", partial(torch.mm, x, w.t()), flops, moved
     x, w = bf16(2048, 4096), bf16(128256, 4096)
-    yield "bf16 head, 2,048 tokens", partial(torch.mm, x, w.t()), 2 * 2048 * 4096 * 128256, 2 * 2048 * 128256
+    yield (
+        "bf16 head, 2,048 tokens",
+        partial(torch.mm, x, w.t()),
+        2 * 2048 * 4096 * 128256,
+        2 * 2048 * 128256,
+    )
 
 
 def fp8_products():
@@ -64,7 +74,13 @@ def fp8_products():
     for left, fast in ((e4m3, True), (e4m3, False), (e5m2, True), (e5m2, False)):
         a, b = bf16(size, size).to(left), bf16(size, size).to(e4m3).t()
         product = partial(
-            torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
+            torch._scaled_mm,
+            a,
+            b,
+            scale_a=one,
+            scale_b=one,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=fast,
         )
         name = f"fp8 {str(left)[13:17]} x e4m3, {'fast' if fast else 'fp32'} accumulation"
         yield name, product, 2 * size**3, 4 * size**2
@@ -86,7 +102,10 @@ def thin_products():
     """Products of LoRA with rank 16, forward and backward."""
     rank = 16
     for inner, out in LLAMA.values():
-        x, y, a, b, h = (bf16(*s) for s in ((TOKENS, inner), (TOKENS, out), (rank, inner), (out, rank), (TOKENS, rank)))
+        x, y, a, b, h = (
+            bf16(*s)
+            for s in ((TOKENS, inner), (TOKENS, out), (rank, inner), (out, rank), (TOKENS, rank))
+        )
         flops, wide, narrow = 2 * TOKENS * rank, 2 * TOKENS * inner, 2 * TOKENS * out
         yield f"x A^T, {inner}", partial(torch.mm, x, a.t()), flops * inner, wide
         yield f"h B^T, {out}", partial(torch.mm, h, b.t()), flops * out, narrow
@@ -106,9 +125,18 @@ def grouped(hidden: int, inner: int, experts: int, rows: int):
     """Grouped products of experts, forward and backward."""
     offsets = torch.arange(1, experts + 1, device=DEVICE, dtype=torch.int32) * rows
     for name, wide, narrow in (("gate_up", hidden, 2 * inner), ("down", inner, hidden)):
-        x, w, y = bf16(experts * rows, wide), bf16(experts, narrow, wide), bf16(experts * rows, narrow)
+        x, w, y = (
+            bf16(experts * rows, wide),
+            bf16(experts, narrow, wide),
+            bf16(experts * rows, narrow),
+        )
         flops, moved = 2 * experts * rows * wide * narrow, x.nbytes + w.nbytes + y.nbytes
-        yield f"{name} forward", partial(F.grouped_mm, x, w.transpose(-2, -1), offs=offsets), flops, moved
+        yield (
+            f"{name} forward",
+            partial(F.grouped_mm, x, w.transpose(-2, -1), offs=offsets),
+            flops,
+            moved,
+        )
         yield f"{name} dgrad", partial(F.grouped_mm, y, w, offs=offsets), flops, moved
         yield f"{name} wgrad", partial(F.grouped_mm, y.t(), x, offs=offsets), flops, moved
 
@@ -128,13 +156,26 @@ def heads_of(batch: int, heads: int, kv_heads: int, length: int, width: int) -> 
 
 
 def sdpa(batch: int, heads: int, kv_heads: int, length: int, width: int, causal: bool):
-    attend = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=heads != kv_heads)
+    attend = partial(
+        F.scaled_dot_product_attention, is_causal=causal, enable_gqa=heads != kv_heads
+    )
     flops = 4 * batch * heads * length**2 * width / (2 if causal else 1)
     name = f"sdpa {'causal' if causal else 'full'}"
-    yield from forward_and_backward(name, attend, heads_of(batch, heads, kv_heads, length, width), flops)
+    yield from forward_and_backward(
+        name, attend, heads_of(batch, heads, kv_heads, length, width), flops
+    )
 
 
-def flex(batch: int, heads: int, kv_heads: int, length: int, width: int, window: int = 0, sinks=False, **options):
+def flex(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    width: int,
+    window: int = 0,
+    sinks=False,
+    **options,
+):
     """FlexAttention with a causal mask, or one of a window; FLOPs are those of the pairs that the mask allows."""
 
     def allows(row, head, query, key):
@@ -145,15 +186,24 @@ def flex(batch: int, heads: int, kv_heads: int, length: int, width: int, window:
 
     def attend(q, k, v):
         result = compiled(
-            q, k, v, block_mask=blocks, enable_gqa=heads != kv_heads, kernel_options=options or None,
+            q,
+            k,
+            v,
+            block_mask=blocks,
+            enable_gqa=heads != kv_heads,
+            kernel_options=options or None,
             return_aux=AuxRequest(lse=True) if sinks else None,
-        )  # fmt: skip
-        return result[0] * torch.sigmoid(result[1].lse)[..., None].to(q.dtype) if sinks else result
+        )
+        return (
+            result[0] * torch.sigmoid(result[1].lse)[..., None].to(q.dtype) if sinks else result
+        )
 
     pairs = length * window - window**2 / 2 if window else length**2 / 2
     name = f"flex {f'window {window}' if window else 'causal'}{', sinks' * sinks}{f' {options}' if options else ''}"
     flops = 4 * batch * heads * pairs * width
-    yield from forward_and_backward(name, attend, heads_of(batch, heads, kv_heads, length, width), flops)
+    yield from forward_and_backward(
+        name, attend, heads_of(batch, heads, kv_heads, length, width), flops
+    )
 
 
 def decode(rows: int, context: int, **options):
@@ -190,17 +240,43 @@ def jobs():
             dict(zip(("hidden", "inner", "experts", "rows"), shape, strict=True)),
         )
     sizes = ("batch", "heads", "kv_heads", "length", "width")
-    for shape, causal in (((2, 32, 8, 4096, 128), True), ((1, 32, 8, 8192, 128), True), ((2, 64, 8, 4096, 64), True),
-                          ((1, 40, 40, 37440, 128), False)):  # fmt: skip
-        yield "attention", str(shape), sdpa, dict(zip(sizes, shape, strict=True)) | {"causal": causal}
+    for shape, causal in (
+        ((2, 32, 8, 4096, 128), True),
+        ((1, 32, 8, 8192, 128), True),
+        ((2, 64, 8, 4096, 64), True),
+        ((1, 40, 40, 37440, 128), False),
+    ):
+        yield (
+            "attention",
+            str(shape),
+            sdpa,
+            dict(zip(sizes, shape, strict=True)) | {"causal": causal},
+        )
     gpt_oss, llama = (2, 64, 8, 4096, 64), (1, 32, 8, 8192, 128)
-    for shape, others in ((llama, {}), (gpt_oss, {"sinks": True}), (gpt_oss, {"sinks": True, "window": 128})):
+    for shape, others in (
+        (llama, {}),
+        (gpt_oss, {"sinks": True}),
+        (gpt_oss, {"sinks": True, "window": 128}),
+    ):
         yield "attention", str(shape), flex, dict(zip(sizes, shape, strict=True)) | others
     for rows in (64, 192, 16, 1):
         for options in DECODING:
-            yield "decode", f"{rows} rows, 1152 tokens", decode, {"rows": rows, "context": 1152} | options
-    for options in ({"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}, {"num_warps": 8}):
-        yield "attention", str(gpt_oss), flex, dict(zip(sizes, gpt_oss, strict=True)) | {"sinks": True} | options
+            yield (
+                "decode",
+                f"{rows} rows, 1152 tokens",
+                decode,
+                {"rows": rows, "context": 1152} | options,
+            )
+    for options in (
+        {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32},
+        {"num_warps": 8},
+    ):
+        yield (
+            "attention",
+            str(gpt_oss),
+            flex,
+            dict(zip(sizes, gpt_oss, strict=True)) | {"sinks": True} | options,
+        )
 
 
 def milliseconds(function, seconds: float = 0.1) -> float:
@@ -248,7 +324,12 @@ def sustained(seconds: float = 5.0) -> dict:
             a @ b
         torch.cuda.synchronize()
         rates.append(60 * 2 * 8192**3 / (time.perf_counter() - start) / 1e12)
-    return {"kernel": "bf16 sustained", "shape": "8192^3", "first": max(rates[:3]), "last": sum(rates[-10:]) / 10}
+    return {
+        "kernel": "bf16 sustained",
+        "shape": "8192^3",
+        "first": max(rates[:3]),
+        "last": sum(rates[-10:]) / 10,
+    }
 
 
 def work(queue, file: str, lock, deadline: float) -> None:
@@ -262,13 +343,26 @@ def work(queue, file: str, lock, deadline: float) -> None:
                 torch.cuda.synchronize()
                 with lock:
                     spent = milliseconds(function)
-                    outcome = {"group": group, "kernel": name, "shape": shape, "ms": round(spent, 4)}
+                    outcome = {
+                        "group": group,
+                        "kernel": name,
+                        "shape": shape,
+                        "ms": round(spent, 4),
+                    }
                     outcome |= {"tflops": round(flops / spent / 1e9, 1)} if flops else {}
                     outcome |= {"gb_per_s": round(moved / spent / 1e6)} if moved else {}
                     tell(file, outcome)
         except Exception as error:
             with lock:
-                tell(file, {"group": group, "shape": shape, "arguments": arguments, "error": str(error)[:300]})
+                tell(
+                    file,
+                    {
+                        "group": group,
+                        "shape": shape,
+                        "arguments": arguments,
+                        "error": str(error)[:300],
+                    },
+                )
         torch.compiler.reset()  # each job's kernels would count against the limit of recompilations
         torch.cuda.empty_cache()
 
@@ -289,7 +383,9 @@ def main() -> None:
             queue.put(job)
     for _ in range(PROCESSES):
         queue.put(None)
-    workers = [context.Process(target=work, args=(queue, file, lock, deadline)) for _ in range(PROCESSES)]
+    workers = [
+        context.Process(target=work, args=(queue, file, lock, deadline)) for _ in range(PROCESSES)
+    ]
     for worker in workers:
         worker.start()
     with lock:  # while the others start and compile

@@ -3,8 +3,12 @@
 import os
 from contextlib import suppress
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read once, when torch is imported, here and in the worker processes
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product on a GPU
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # read once, when torch is imported, here and in the worker processes
+)
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # read once, at the first matrix product on a GPU
 
 import pytest
 import torch
@@ -17,7 +21,9 @@ with suppress(ModuleNotFoundError):  # the gpu tests, and most others, do withou
     from hypothesis import HealthCheck, settings
 
     # the same cases each time, and no limits by the clock: a shared machine may pause anywhere
-    settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("steady")
 
 

@@ -34,16 +34,29 @@ from tests.rollout.test_engine import make, prompts_of, trainer_logprobs, uncach
 
 pytestmark = pytest.mark.gpu
 has_fp8 = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs FP8 units"
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs FP8 units",
 )
 
 TREE = {
     "model": {"name": "llama3.1-8b-tiny", "head_dim": 32, "vocab_size": 512},
     "batch": {"global": 4, "micro": 2, "seq_len": 128},
-    "optim": {"name": "sgd", "lr": 0.1, "clip": None, "weight_decay": 0.0},  # decay would outweigh small gradients
+    "optim": {
+        "name": "sgd",
+        "lr": 0.1,
+        "clip": None,
+        "weight_decay": 0.0,
+    },  # decay would outweigh small gradients
 }
 PLAIN = {"precision": "fp32", "compile": False, "recompute": "none"}
-FAMILIES = ["qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b", "nemotron4-15b", "gpt3-175b"]
+FAMILIES = [
+    "qwen3-30b-a3b",
+    "deepseek-v3",
+    "gpt-oss-20b",
+    "nemotron3-nano-30b-a3b",
+    "nemotron4-15b",
+    "gpt3-175b",
+]
 
 
 def family(name: str, **changes) -> dict:
@@ -60,7 +73,12 @@ class Documents:
     def row(self, n: int) -> dict[str, torch.Tensor]:
         tokens = torch.randint(512, (129,), generator=torch.Generator().manual_seed(n))
         place = torch.arange(128)
-        return {"tokens": tokens[:-1], "labels": tokens[1:], "positions": place % 50, "document_ids": place // 50}
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "positions": place % 50,
+            "document_ids": place // 50,
+        }
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +89,14 @@ def few_compilations():
 
 def updates(device: str, steps: int = 2, **changes) -> dict[str, torch.Tensor]:
     """By how much training on `device` changes each weight, from values drawn on the CPU (adapters' B too)."""
-    cpu, config = from_dict(TREE | changes | PLAIN | {"device": "cpu"}), from_dict(TREE | {"device": device} | changes)
-    drawn = {name: full_tensor(p).clone() for name, p in Trainer(cpu, start(cpu)).model.state_dict().items()}
+    cpu, config = (
+        from_dict(TREE | changes | PLAIN | {"device": "cpu"}),
+        from_dict(TREE | {"device": device} | changes),
+    )
+    drawn = {
+        name: full_tensor(p).clone()
+        for name, p in Trainer(cpu, start(cpu)).model.state_dict().items()
+    }
     for name, value in drawn.items():
         if name.endswith("lora_B"):  # of zeros, A would have no gradient
             value.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
@@ -83,7 +107,9 @@ def updates(device: str, steps: int = 2, **changes) -> dict[str, torch.Tensor]:
     for step in range(steps):
         trainer.step(Documents(), step)
     state = trainer.model.state_dict()
-    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    trained = [
+        name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad
+    ]
     changes = {name: full_tensor(state[name]).cpu().float() - drawn[name] for name in trained}
     dist.destroy_process_group()
     return changes
@@ -144,7 +170,11 @@ DIFFUSION = {
         {"model": family("llama3.1-8b")},
         {"model": family("qwen3-30b-a3b")},
         DIFFUSION,
-        DIFFUSION | {"batch": {"global": 4, "micro": 1, "seq_len": 128}, "recompute": "full"},  # one video: odd strides
+        DIFFUSION
+        | {
+            "batch": {"global": 4, "micro": 1, "seq_len": 128},
+            "recompute": "full",
+        },  # one video: odd strides
     ],
     ids=["dense", "experts", "wan", "wan, one at a time"],
 )
@@ -152,8 +182,13 @@ def test_a_step_never_waits_for_the_device_nor_compiles_again(changes):
     config = from_dict(TREE | {"device": "cuda", "precision": "bf16", "compile": True} | changes)
     trainer = Trainer(config, start(config))
     data = open_dataset(config)[0] if config.task == "diffusion" else Documents()
-    batches = [[{k: v.pin_memory() for k, v in batch.items()} for batch in trainer.micro_batches(data, 0)]
-               for _ in range(4)]  # fmt: skip
+    batches = [
+        [
+            {k: v.pin_memory() for k, v in batch.items()}
+            for batch in trainer.micro_batches(data, 0)
+        ]
+        for _ in range(4)
+    ]
     for step, batch in enumerate(batches):
         if step == 2:
             graphs = counters["stats"]["unique_graphs"]
@@ -181,8 +216,12 @@ def test_fp8_training_is_as_exact_as_on_the_cpu(changes):
     ours = updates("cuda", **changes | {"precision": "fp8"})
     for name, update in exact.items():
         error, usual = ((each[name] - update).norm() / update.norm() for each in (ours, on_cpu))
-        assert error < 1.5 * usual < 0.3, f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
-        length = (ours[name] * update).sum() / update.square().sum()  # rounding is nearly orthogonal, a wrong scale not
+        assert error < 1.5 * usual < 0.3, (
+            f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
+        )
+        length = (
+            ours[name] * update
+        ).sum() / update.square().sum()  # rounding is nearly orthogonal, a wrong scale not
         assert abs(length - 1) < 0.1, f"the update of {name} is {length:.2f} times as long"
 
 
@@ -190,7 +229,9 @@ def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> li
     """Outputs and gradients of an MLP's FP8 Linears, two with one input, one with another: the same on all devices but
     for the order of sums."""
     generator = torch.Generator().manual_seed(0)
-    x, z, *grads = (torch.randn(4, 250, size, generator=generator) for size in (256, 128, 128, 128, 256))
+    x, z, *grads = (
+        torch.randn(4, 250, size, generator=generator) for size in (256, 128, 128, 128, 256)
+    )
     mlp = GatedMLP(256, 128)
     for weight in mlp.parameters():
         torch.nn.init.normal_(weight, generator=generator)
@@ -200,7 +241,9 @@ def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> li
     def products(x, z):
         return *project(x, mlp.gate_proj, mlp.up_proj), mlp.down_proj(z)
 
-    outputs = (torch.compile(products, fullgraph=True, dynamic=False) if compiled else products)(x, z)
+    outputs = (torch.compile(products, fullgraph=True, dynamic=False) if compiled else products)(
+        x, z
+    )
     grads = [grad.to(device, dtype) for grad in grads]
     gradients = torch.autograd.grad(outputs, [x, z, *mlp.parameters()], grads)
     return [each.detach().cpu().float() for each in (*outputs, *gradients)]
@@ -214,7 +257,9 @@ def test_fp8_products_equal_those_on_cpu(dtype, tolerance, fast, compiled):
     """Of products, Hopper adds up some 14 bits (DeepSeek-V3, section 3.5.2); fast sums keep no more themselves."""
     expected = fp8_passes("cpu", "none", dtype, False)
     for ours, right in zip(fp8_passes("cuda", fast, dtype, compiled), expected, strict=True):
-        assert (ours - right).norm() < max(tolerance, 5e-3 if fast != "none" else 0) * right.norm()
+        assert (ours - right).norm() < max(
+            tolerance, 5e-3 if fast != "none" else 0
+        ) * right.norm()
 
 
 @has_fp8
@@ -223,16 +268,23 @@ def test_what_tensor_parallelism_gathers_in_fp8(compiled):
     """On one rank: what FP8 products make of the input, and of the output's gradient, to the bit."""
     gather, scatter = collectives(start(from_dict(TREE | {"device": "cuda"})).tp)
     generator = torch.Generator("cuda").manual_seed(0)
-    x, grad = (torch.randn(2, 128, 256, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x, grad = (
+        torch.randn(2, 128, 256, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     x.requires_grad_()
 
     def there_and_back(x):
         gathered = gather(x, True)
         return gathered, scatter(x, True)
 
-    gathered, scattered = (torch.compile(there_and_back, fullgraph=True) if compiled else there_and_back)(x)
+    gathered, scattered = (
+        torch.compile(there_and_back, fullgraph=True) if compiled else there_and_back
+    )(x)
     scattered.backward(grad)
-    assert torch.equal(gathered, dequantize(*quantize(x, E4M3), x.dtype)) and torch.equal(scattered, x)
+    assert torch.equal(gathered, dequantize(*quantize(x, E4M3), x.dtype)) and torch.equal(
+        scattered, x
+    )
     assert torch.equal(x.grad, dequantize(*quantize(grad, E5M2), x.dtype))
 
 
@@ -244,13 +296,18 @@ def fp8_expert_passes(device: str, rows: list[int]) -> list[torch.Tensor]:
     experts = Experts(len(rows), 256, 128, "relu2", bias=False)
     experts.up_proj.data = weights
     to_fp8([torch.nn.ModuleList([experts])], "none", experts=True)
-    x, offsets = x.to(device, torch.bfloat16).requires_grad_(), torch.tensor(rows).cumsum(0, dtype=torch.int32)
+    x, offsets = (
+        x.to(device, torch.bfloat16).requires_grad_(),
+        torch.tensor(rows).cumsum(0, dtype=torch.int32),
+    )
     y = experts.to(device)._product("up_proj", x, offsets.to(device))
     gradients = torch.autograd.grad(y, [x, experts.up_proj], grad.to(device, torch.bfloat16))
     return [each.detach().cpu().float() for each in (y, *gradients)]
 
 
-def expert_passes(device: str, dtype: torch.dtype, mlp: str, compiled: bool) -> list[torch.Tensor]:
+def expert_passes(
+    device: str, dtype: torch.dtype, mlp: str, compiled: bool
+) -> list[torch.Tensor]:
     """Output and gradients of experts that have 3, 0, 21 and 8 rows, of values that bf16 can hold."""
     generator, counts = torch.Generator().manual_seed(0), torch.tensor([3, 0, 21, 8])
     experts = Experts(4, 64, 48, mlp, bias=True)
@@ -272,19 +329,25 @@ def expert_passes(device: str, dtype: torch.dtype, mlp: str, compiled: bool) -> 
 def test_experts_with_any_numbers_of_rows_in_bf16(mlp, compiled):
     """As routers give them: kernels want addresses of 16 bytes, and where they copy must still find them."""
     expected = expert_passes("cpu", torch.float32, mlp, compiled=False)
-    for ours, right in zip(expert_passes("cuda", torch.bfloat16, mlp, compiled), expected, strict=True):
+    for ours, right in zip(
+        expert_passes("cuda", torch.bfloat16, mlp, compiled), expected, strict=True
+    ):
         assert (ours - right).norm() <= 2e-2 * right.norm()
 
 
 @has_fp8
 @pytest.mark.parametrize("rows", [[1000], [0]], ids=str)
 def test_fp8_products_of_experts_equal_those_on_cpu(rows):
-    for ours, right in zip(fp8_expert_passes("cuda", rows), fp8_expert_passes("cpu", rows), strict=True):
+    for ours, right in zip(
+        fp8_expert_passes("cuda", rows), fp8_expert_passes("cpu", rows), strict=True
+    ):
         assert (ours - right).norm() <= 1e-2 * right.norm()
 
 
 def test_plain_causal_attention_runs_on_cudnn():
-    config = from_dict(TREE | {"device": "cuda", "precision": "bf16-pure", "data": {"kind": "mock"}})
+    config = from_dict(
+        TREE | {"device": "cuda", "precision": "bf16-pure", "data": {"kind": "mock"}}
+    )
     trainer = Trainer(config, start(config))
     tokens = torch.randint(512, (2, 128), device="cuda")
     with torch.profiler.profile() as profile:
@@ -298,10 +361,16 @@ def test_plain_causal_attention_runs_on_cudnn():
 def test_attention_of_all_widths(width, of_values, kv_heads):
     """Nemotron-4 340B has heads of 192 channels, DeepSeek-V3 keys of 192 with values of 128; others have 64 or 128."""
     shapes = (8, width), (kv_heads, width), (kv_heads, of_values)
-    inputs = [torch.randn(2, heads, 384, dim, dtype=torch.bfloat16, device="cuda") for heads, dim in shapes]
+    inputs = [
+        torch.randn(2, heads, 384, dim, dtype=torch.bfloat16, device="cuda")
+        for heads, dim in shapes
+    ]
     upstream = torch.randn(2, 8, 384, of_values, dtype=torch.bfloat16, device="cuda")
     results = []
-    for dtype, context in ((torch.bfloat16, nullcontext()), (torch.float32, sdpa_kernel(SDPBackend.MATH))):
+    for dtype, context in (
+        (torch.bfloat16, nullcontext()),
+        (torch.float32, sdpa_kernel(SDPBackend.MATH)),
+    ):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
         with context:
             out = attention(*leaves, Mask(causal=True))
@@ -312,7 +381,9 @@ def test_attention_of_all_widths(width, of_values, kv_heads):
 
 def test_attention_in_fp32_keeps_no_scores():
     """Where heads share keys; a matrix of scores would take 256 MB."""
-    q, k = (torch.randn(1, heads, 4096, 64, device="cuda", requires_grad=True) for heads in (4, 2))
+    q, k = (
+        torch.randn(1, heads, 4096, 64, device="cuda", requires_grad=True) for heads in (4, 2)
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     attention(q, k, k, Mask(causal=True)).sum().backward()
@@ -328,7 +399,9 @@ def test_prompts_of_any_length_take_kernels_that_need_no_plan(name):
     with torch.profiler.profile() as profile:
         sampler.generate([prompt[:150], prompt, prompt[:400]], SamplingParams(max_tokens=1))
     names = {event.key for event in profile.key_averages()}
-    assert not any("cudnn" in name for name in names) and any("fmha" in name or "flash" in name for name in names)
+    assert not any("cudnn" in name for name in names) and any(
+        "fmha" in name or "flash" in name for name in names
+    )
 
 
 def test_wan_on_cuda_equals_cpu():
@@ -344,15 +417,27 @@ def test_wan_on_cuda_equals_cpu():
         assert (one.cpu() - other).norm() / other.norm() < 0.03
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"]
+)
 def test_sampling_on_cuda_equals_cpu(name):
     """Paged kernels in replayed graphs against full forward passes; graphs must not outlive the weights."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}  # three share one: no power of two
+    heads = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }  # three share one: no power of two
     if name in ("deepseek-v3", "gpt3-175b"):
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 24 if name == "deepseek-v3" else 16}
+        heads = {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 24 if name == "deepseek-v3" else 16,
+        }
     model, prompts = make(name, **heads), prompts_of((1, 60, 127, 140))
-    sampler = Sampler(model.cuda(), settings=Rollout(slots=4, page_size=128, pages=10, chunk=100, steps=4))
+    sampler = Sampler(
+        model.cuda(), settings=Rollout(slots=4, page_size=128, pages=10, chunk=100, steps=4)
+    )
     for factor in (1.0, 1.1):
         model.cpu()
         for parameter in model.parameters():
@@ -362,8 +447,13 @@ def test_sampling_on_cuda_equals_cpu(name):
         sampler.free()  # moving a model gives its weights new addresses
         found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
         assert [each.tokens for each in found] == expected
-        assert bool(graphs_of(sampler)) == (not model.config.num_experts)  # whose products in fp32 wait for the device
-    for factor in (0.9, 1.1):  # in place, as a weight sync does: the second time, the graphs of the first go on
+        assert bool(graphs_of(sampler)) == (
+            not model.config.num_experts
+        )  # whose products in fp32 wait for the device
+    for factor in (
+        0.9,
+        1.1,
+    ):  # in place, as a weight sync does: the second time, the graphs of the first go on
         for parameter in model.parameters():
             parameter.mul_(factor)
         sampler.refresh()
@@ -396,9 +486,15 @@ def test_steps_with_experts_are_graphs_in_bf16(name):
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "nemotron3-nano-30b-a3b", "gpt-oss-20b"])
 def test_prompts_never_wait_for_the_device(name):
     """So the host prepares one piece of prompts while the device computes another."""
-    sampler = Sampler(make(name, head_dim=16).to("cuda", torch.bfloat16), settings=Rollout(page_size=128, pages=10))
+    sampler = Sampler(
+        make(name, head_dim=16).to("cuda", torch.bfloat16),
+        settings=Rollout(page_size=128, pages=10),
+    )
     sampler.generate(prompts_of((60, 140)), SamplingParams(max_tokens=2))  # compiles
-    samples = [sampler.submit(prompt, SamplingParams(max_tokens=2))[0] for prompt in prompts_of((60, 140), seed=1)]
+    samples = [
+        sampler.submit(prompt, SamplingParams(max_tokens=2))[0]
+        for prompt in prompts_of((60, 140), seed=1)
+    ]
     with never_waiting():
         assert sampler.step() == []
     assert [prefill.cached for prefill in sampler.scheduler.resident] == [59, 139]
@@ -413,7 +509,9 @@ def test_latents_of_the_published_width(heads):
     model = make("deepseek-v3", kv_lora_rank=512, qk_rope_head_dim=64, head_dim=80, **counts)
     prompts = prompts_of((3, 200))
     expected = [uncached(model, prompt, 8) for prompt in prompts]
-    sampler = Sampler(model.cuda(), settings=Rollout(pages=8))  # all that fit would be half of the GPU's memory
+    sampler = Sampler(
+        model.cuda(), settings=Rollout(pages=8)
+    )  # all that fit would be half of the GPU's memory
     found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
     assert [each.tokens for each in found] == expected
 
@@ -421,7 +519,10 @@ def test_latents_of_the_published_width(heads):
 def test_long_samples_and_no_compilation_after_the_first():
     """Samples of very different lengths, whose pages several blocks share; and a pool that was freed and comes back."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    model, prompts = make("qwen3-32b", head_dim=16, max_position_embeddings=2048), prompts_of((5, 1900, 700))
+    model, prompts = (
+        make("qwen3-32b", head_dim=16, max_position_embeddings=2048),
+        prompts_of((5, 1900, 700)),
+    )
     expected = [uncached(model, prompt, 6) for prompt in prompts]
     sampler, graphs = Sampler(model.cuda(), settings=Rollout(slots=4)), []
     for _ in range(2):
@@ -448,18 +549,28 @@ def test_training_and_sampling_leave_each_other_their_memory():
         for weights in sampler:
             weights.fill_(1)  # in what states may have left
         memory.hold("training")
-    assert all(torch.equal(state.cpu(), value) for state, value in zip(states, values, strict=True))
+    assert all(
+        torch.equal(state.cpu(), value) for state, value in zip(states, values, strict=True)
+    )
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"]
+)
 def test_compiled_steps_give_the_same_tokens(name, monkeypatch):
     """With four rows, two and one; weights that change in place make nothing compile again."""
     torch.backends.cuda.matmul.allow_tf32 = False
     # experts in fp32 wait for the device, and would not compile
     monkeypatch.setattr(engine, "DecodingBatch", compiling_batch)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 24 if name == "deepseek-v3" else 16}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 24 if name == "deepseek-v3" else 16,
+    }
     model, prompts, graphs = make(name, **heads).cuda(), prompts_of((1, 60, 140)), []
-    sampler = Sampler(model, settings=Rollout(slots=4, page_size=128, pages=10, steps=4, compile=True))
+    sampler = Sampler(
+        model, settings=Rollout(slots=4, page_size=128, pages=10, steps=4, compile=True)
+    )
     for factor in (1.0, 1.1):
         for parameter in model.parameters():
             parameter.mul_(factor)
@@ -467,7 +578,9 @@ def test_compiled_steps_give_the_same_tokens(name, monkeypatch):
         on_cpu = copy.deepcopy(model).cpu()
         expected = [uncached(on_cpu, prompt, 12) for prompt in prompts]
         for some in ([0, 1, 2], [0, 1], [2]):
-            found = sampler.generate([prompts[i] for i in some], SamplingParams(temperature=0, max_tokens=12))
+            found = sampler.generate(
+                [prompts[i] for i in some], SamplingParams(temperature=0, max_tokens=12)
+            )
             assert [each.tokens for each in found] == [expected[i] for i in some]
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] > 0

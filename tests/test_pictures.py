@@ -56,7 +56,10 @@ def test_committed_pictures_are_what_the_command_draws(tmp_path):
     """After new results: python results/pictures/draw.py results/simulated/*.jsonl"""
     script("draw").main([*map(str, RESULTS), "--out", str(tmp_path)])
     drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert drawn == {name: (PICTURES / name).read_text() for name in ("accuracy.svg", "pipeline.svg", "layout.svg")}
+    assert drawn == {
+        name: (PICTURES / name).read_text()
+        for name in ("accuracy.svg", "pipeline.svg", "layout.svg")
+    }
 
 
 def test_accuracy_has_a_dot_at_each_rows_figures():
@@ -69,7 +72,9 @@ def test_accuracy_has_a_dot_at_each_rows_figures():
     assert len(rows) == len(dots) == 69
     for row in rows:
         dot = dots[row.name]
-        assert value_at(float(dot.get("cx")), across, log=True) == pytest.approx(row.published, rel=0.01)
+        assert value_at(float(dot.get("cx")), across, log=True) == pytest.approx(
+            row.published, rel=0.01
+        )
         figure = row.published * predicted(row)
         assert value_at(float(dot.get("cy")), upward, log=True) == pytest.approx(figure, rel=0.01)
     filled = {name for name, dot in dots.items() if dot.get("fill") != "#fff"}
@@ -79,7 +84,9 @@ def test_accuracy_has_a_dot_at_each_rows_figures():
 def test_layout_numbers_ranks_as_a_device_mesh():
     words = [element.text for element in elements((PICTURES / "layout.svg").read_text(), "text")]
     found = dict(pairwise(words))
-    ranks = torch.arange(16).view(2, 2, 2, 2)  # pp, dp, cp, tp: DeviceMesh counts the last dimension fastest
+    ranks = torch.arange(16).view(
+        2, 2, 2, 2
+    )  # pp, dp, cp, tp: DeviceMesh counts the last dimension fastest
     for index in range(16):
         _, data, context, tensor = (ranks == index).nonzero()[0].tolist()
         assert found[f"rank {index}"] == f"dp{data} cp{context} tp{tensor}"
@@ -88,8 +95,12 @@ def test_layout_numbers_ranks_as_a_device_mesh():
 def test_pipeline_boxes_cover_what_its_lanes_say():
     text = (PICTURES / "pipeline.svg").read_text()
     results = [json.loads(line) for file in RESULTS for line in file.read_text().splitlines()]
-    lanes = next(r["timeline"] for r in results if r["row"] == "automodel/deepseek-v3-pretrain-256gpu")
-    lengths = [sum(map(int, re.findall(r"h(\d+)", path.get("d")))) for path in elements(text, "path")]
+    lanes = next(
+        r["timeline"] for r in results if r["row"] == "automodel/deepseek-v3-pretrain-256gpu"
+    )
+    lengths = [
+        sum(map(int, re.findall(r"h(\d+)", path.get("d")))) for path in elements(text, "path")
+    ]
     assert sum(lengths) == sum(len(lane) - lane.count(".") for lane in lanes)
 
 
@@ -99,12 +110,18 @@ def test_curves_draw_each_finite_number_of_every_run(tmp_path):
         lines = [{"step": n, "loss": scale * n, "lr": 0.1} for n in range(1, 21)]
         lines[4]["loss"] = None  # a skipped step's
         lines[9]["val_loss"] = 7.0
-        (tmp_path / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / run / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     curves.main([str(tmp_path / "a"), str(tmp_path / "b")])
     text = (tmp_path / "a" / "curves.svg").read_text()
     across = ticks(text, "middle", "x", 455)
     upward = {value: place - 4 for value, place in ticks(text, "end", "y", 455).items()}
-    drawn = [line.get("points").split() for line in elements(text, "polyline") if len(line.get("points").split()) == 19]
+    drawn = [
+        line.get("points").split()
+        for line in elements(text, "polyline")
+        if len(line.get("points").split()) == 19
+    ]
     for curve, scale in zip(drawn, (1.0, 2.0), strict=True):
         steps = [n for n in range(1, 21) if n != 5]
         for step, point in zip(steps, curve, strict=True):
@@ -119,11 +136,19 @@ def test_curves_of_no_run_is_one_line(tmp_path):
         curves.main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("values", [[3.0], [0.0, 0.0], [1e-9, 2e-9], [5.4e3, 5.5e3], [-2.0, 1e6], [1e20, 3e20]])
+@pytest.mark.parametrize(
+    "values", [[3.0], [0.0, 0.0], [1e-9, 2e-9], [5.4e3, 5.5e3], [-2.0, 1e6], [1e20, 3e20]]
+)
 def test_ticks_are_few_and_round(values):
     axis = svg.make_axis(values, 0, 100)
     found = axis.ticks()
     assert 2 <= len(found) <= 9
     assert all(axis.low <= tick <= axis.high for tick in found)
     step = found[1] - found[0]
-    assert min(abs(step / 10 ** math.floor(math.log10(step) + 1e-9) - digit) for digit in (1, 2, 5, 10)) < 1e-6
+    assert (
+        min(
+            abs(step / 10 ** math.floor(math.log10(step) + 1e-9) - digit)
+            for digit in (1, 2, 5, 10)
+        )
+        < 1e-6
+    )

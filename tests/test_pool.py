@@ -55,12 +55,18 @@ def test_world_sizes(pool, world_sizes):
 
 
 def test_failures_are_told_and_do_not_last(small_pool, monkeypatch):
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*in fail_on_rank_1.*KeyError: 'here'"):
+    with pytest.raises(
+        RankFailure, match=r"(?s)rank 1 of 2.*in fail_on_rank_1.*KeyError: 'here'"
+    ):
         small_pool.run(2, fail_on_rank_1)
-    monkeypatch.setattr("tests.helpers.pool.GRACE", 60)  # both ranks answer, however slow the machine is
+    monkeypatch.setattr(
+        "tests.helpers.pool.GRACE", 60
+    )  # both ranks answer, however slow the machine is
     for die in die_on_rank_1, die_on_rank_1_when_rank_0_has_failed:
         with pytest.raises(RankFailure, match=r"(?s)^rank 1 of 2.*exit code 7"):
             small_pool.run(2, die)
     assert small_pool.run(2, sum_of_ranks, 1) == [(2, 2, 1.0)] * 2
-    with pytest.raises(RankFailure, match=r"(?s)no answer from ranks \[0\] of 2.*in sleep_on_rank_0"):
+    with pytest.raises(
+        RankFailure, match=r"(?s)no answer from ranks \[0\] of 2.*in sleep_on_rank_0"
+    ):
         small_pool.run(2, sleep_on_rank_0, timeout=5)

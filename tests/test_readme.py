@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from minitrain.bench.report import markdown
-from minitrain.bench.results import accuracy_cells, held_back, merge_results, read_results, summary
+from minitrain.bench.results import (
+    accuracy_cells,
+    held_back,
+    merge_results,
+    read_results,
+    summary,
+)
 from minitrain.bench.rows import published_rows
 from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config.load import load
@@ -57,7 +63,11 @@ def test_readme_is_short():
 def test_paragraphs_and_cells_are_short(file):
     for paragraph in without_code(TEXTS[file]).split("\n\n"):
         lines = paragraph.strip().splitlines()
-        assert all(len(line) <= 140 for line in lines if not line.startswith("|") and "`python bench.py" not in line)
+        assert all(
+            len(line) <= 140
+            for line in lines
+            if not line.startswith("|") and "`python bench.py" not in line
+        )
         if paragraph.lstrip().startswith("|"):
             cells = [cell.strip() for line in lines for cell in line.strip("|").split(" | ")]
             shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell) for cell in cells]
@@ -86,7 +96,9 @@ def test_configs_that_it_names_are_valid(file):
         load(ROOT / name, STAND_INS.get(Path(name).stem, []))
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda file: file.stem
+)
 def test_every_config_is_valid(file: Path, tmp_path, monkeypatch):
     """Where a recipe names a folder to download, the zoo's model of that shape stands for it."""
     (tmp_path / "short_answer.py").write_text(SHORT_ANSWER)
@@ -157,8 +169,12 @@ def test_simulated_figures_are_those_of_the_results():
     rows = [row for rows in report.tables.values() for row in rows]
     assert f"the {len(rows)} published rows, a config each" in README
     assert f"throughput of all {len(rows)} rows" in README
-    middle, worst = re.search(r"off by ([\d.]+)% in the median, (\d+)% at worst", summary(report)).groups()
-    found = re.search(r"(?s)On the (\d+) rows .* off by\s([\d.]+) % in the median and (\d+) % at worst", README)
+    middle, worst = re.search(
+        r"off by ([\d.]+)% in the median, (\d+)% at worst", summary(report)
+    ).groups()
+    found = re.search(
+        r"(?s)On the (\d+) rows .* off by\s([\d.]+) % in the median and (\d+) % at worst", README
+    )
     assert found.groups() == (str(len(held_back(rows))), middle, worst)
     assert markdown(accuracy_cells(report)) in TEXTS[ROOT / "results/README.md"]
 
@@ -166,7 +182,14 @@ def test_simulated_figures_are_those_of_the_results():
 def test_first_simulation_says_what_is_written(tmp_path):
     name = "automodel/llama3-70b-pretrain-64gpu"
     assert f"python bench.py --simulate --config configs/{name}.yaml\n" in README
-    run = command("bench.py", "--simulate", "--config", f"configs/{name}.yaml", "--json", tmp_path / "row.jsonl")
+    run = command(
+        "bench.py",
+        "--simulate",
+        "--config",
+        f"configs/{name}.yaml",
+        "--json",
+        tmp_path / "row.jsonl",
+    )
     assert run.returncode == 0, run.stderr
     results = [json.loads(line) for line in (tmp_path / "row.jsonl").read_text().splitlines()]
     figures = [result["tokens_per_sec_per_gpu"] for result in results]
@@ -178,15 +201,23 @@ def test_first_simulation_says_what_is_written(tmp_path):
 def test_measured_figures_are_those_of_the_h200():
     lines = (ROOT / "results/h200/rows.jsonl").read_text(encoding="utf-8").splitlines()
     found = {f"{json.loads(line).get('tokens_per_sec_per_gpu', 0):,.0f}" for line in lines}
-    table = README[README.index("| tokens/s | published") : README.index("Decoding Llama")].splitlines()[2:]
+    table = README[
+        README.index("| tokens/s | published") : README.index("Decoding Llama")
+    ].splitlines()[2:]
     measured = [line.strip("| ").split(" | ")[-1] for line in table if line]
     assert measured and set(measured) <= found
     report = (ROOT / "results/h200/README.md").read_text(encoding="utf-8")
-    assert not [cell for line in table for cell in re.findall(r"\d+,\d+", line) if cell not in report]
+    assert not [
+        cell for line in table for cell in re.findall(r"\d+,\d+", line) if cell not in report
+    ]
 
 
 def test_models_are_those_of_the_zoo():
-    said = Counter(re.findall(r"`([a-z][\w.-]+)`", TEXTS[ROOT / "minitrain/models/README.md"].split("## To add")[0]))
+    said = Counter(
+        re.findall(
+            r"`([a-z][\w.-]+)`", TEXTS[ROOT / "minitrain/models/README.md"].split("## To add")[0]
+        )
+    )
     assert said == Counter(name for name in (ZOO | WAN) if not name.endswith("-tiny"))
 
 
@@ -198,7 +229,13 @@ def test_seconds_and_shares_agree_between_documents():
 
 
 def test_tests_that_the_fault_table_names_exist():
-    rows = [line for line in TEXTS[ROOT / "tests/faults/README.md"].splitlines() if line.startswith("|")]
-    tests = {Path(target).name for line in rows for target in re.findall(r"\(([\w./]+\.py)\)", line)}
+    rows = [
+        line
+        for line in TEXTS[ROOT / "tests/faults/README.md"].splitlines()
+        if line.startswith("|")
+    ]
+    tests = {
+        Path(target).name for line in rows for target in re.findall(r"\(([\w./]+\.py)\)", line)
+    }
     there = {file.name for file in (ROOT / "tests" / "faults").glob("test_*.py")}
     assert there <= tests

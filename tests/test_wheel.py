@@ -20,9 +20,13 @@ def installed(tmp_path_factory) -> Path:
     """A folder with the wheel's files, as an install without links to the clone has them."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns(".git", "build", "out", "tests", "*.egg-info", "__pycache__", ".*_cache")
+    ignored = shutil.ignore_patterns(
+        ".git", "build", "out", "tests", "*.egg-info", "__pycache__", ".*_cache"
+    )
     shutil.copytree(ROOT, folder / "clone", symlinks=True, ignore=ignored)
-    subprocess.run([sys.executable, "-c", BUILD], cwd=folder / "clone", check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=folder / "clone", check=True, capture_output=True
+    )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         files.extractall(folder / "site")
@@ -33,16 +37,26 @@ def minitrain(folder: Path, *words: str) -> subprocess.CompletedProcess:
     """`minitrain words...` of the wheel in `folder`, somewhere else, without the clone on the path."""
     command = [sys.executable, "-m", "minitrain", *words]
     return subprocess.run(
-        command, cwd=folder.parent, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True
+        command,
+        cwd=folder.parent,
+        env={"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
     )
 
 
 def test_the_wheel_holds_the_configs_and_results_of_the_clone(installed):
     wanted = [file for name in ("configs", "results") for file in (ROOT / name).rglob("*")]
     wanted = {file.relative_to(ROOT) for file in wanted if file.suffix in (".yaml", ".jsonl")}
-    found = {file.relative_to(installed / "minitrain") for file in (installed / "minitrain").rglob("*")}
+    found = {
+        file.relative_to(installed / "minitrain") for file in (installed / "minitrain").rglob("*")
+    }
     assert len(wanted) > 80 and wanted <= found
-    assert {Path("py.typed"), Path("bench/systems.yaml"), Path("results/pictures/accuracy.svg")} <= found
+    assert {
+        Path("py.typed"),
+        Path("bench/systems.yaml"),
+        Path("results/pictures/accuracy.svg"),
+    } <= found
     (entry,) = installed.glob("*.dist-info/entry_points.txt")
     assert "minitrain = minitrain.__main__:main" in entry.read_text()
 
@@ -56,7 +70,13 @@ def test_an_installed_command_knows_the_published_rows_and_results(installed):
 
 
 def test_an_installed_command_takes_configs_by_name(installed):
-    names = ["quickstart", "automodel/llama3-8b-lora-1gpu", "configs/train/arithmetic.yaml", "none", "a=b.yaml"]
+    names = [
+        "quickstart",
+        "automodel/llama3-8b-lora-1gpu",
+        "configs/train/arithmetic.yaml",
+        "none",
+        "a=b.yaml",
+    ]
     code = f"from minitrain.run.launch.cli import config_path; print(*map(config_path, {names}))"
     command = [sys.executable, "-c", code]
     done = subprocess.check_output(command, cwd=installed, env={}, text=True).split()
@@ -81,7 +101,9 @@ def test_first_words_are_commands(installed):
 
 def test_links_reach_what_package_data_names():
     """In a clone, and where it is packed: setuptools takes files below the package alone."""
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["minitrain"]
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["minitrain"]
     assert {"configs/**/*.yaml", "results/**/*.jsonl", "bench/*.yaml"} <= set(data)
     for name in ("configs", "results"):
         assert (ROOT / "minitrain" / name).readlink() == Path("..", name)

@@ -45,21 +45,8 @@ from minitrain.training.loop import Trainer, forward_backward
 CONVENTIONS = {each.__name__: each for each in (clean, automodel, nemo_pretrain, nemo_squad)}
 
 # settings that fix what a step computes; of GRPO also those below
-WORK = (
-    "task",
-    "lora",
-    "optim.name",
-    "batch.global_",
-    "batch.seq_len",
-    "data.kind",
-)
-POLICY_WORK = (
-    "rollout.max_tokens",
-    "grpo.prompts",
-    "grpo.group",
-    "grpo.generations",
-    "grpo.lag",
-)
+WORK = ("task", "lora", "optim.name", "batch.global_", "batch.seq_len", "data.kind")
+POLICY_WORK = ("rollout.max_tokens", "grpo.prompts", "grpo.group", "grpo.generations", "grpo.lag")
 
 
 def measure(

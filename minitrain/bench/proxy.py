@@ -147,14 +147,7 @@ def extrapolate(config: Config, small: dict, large: dict) -> dict:
     ranks = stated_ranks(config)
     config = placed(config, ranks, large["device"])
     seconds = large["step_time_s"] - small["step_time_s"]
-    same = {
-        "row",
-        "system",
-        "device",
-        "cores",
-        "torch",
-        "matmul_tflops",
-    } & large.keys()
+    same = {"row", "system", "device", "cores", "torch", "matmul_tflops"} & large.keys()
     return {
         **{key: large[key] for key in same},
         **note(config, layers),

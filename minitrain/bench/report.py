@@ -7,12 +7,7 @@ from pathlib import Path
 from minitrain.errors import InputError, refused
 from minitrain.run.config.config_yaml import type_and_value
 
-KINDS = {
-    float: "a number above 0",
-    str: "text",
-    dict: "a mapping",
-    list: "a list",
-}
+KINDS = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}
 
 
 def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
@@ -60,19 +55,9 @@ def need_rates(where: str, outcome: dict) -> None:
 WIDTH = 100  # columns of a terminal
 NAMES = ("row", "settings", "machine")  # columns of text
 UNITS = {  # from large to small, each with its size
-    "s": {
-        "s": 1.0,
-        "ms": 1e-3,
-        "us": 1e-6,
-    },
-    "GiB": {
-        "GiB": 1.0,
-        "MiB": 2**-10,
-    },
-    "TFLOP/s": {
-        "TFLOP/s": 1.0,
-        "GFLOP/s": 1e-3,
-    },
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6},
+    "GiB": {"GiB": 1.0, "MiB": 2**-10},
+    "TFLOP/s": {"TFLOP/s": 1.0, "GFLOP/s": 1e-3},
 }
 
 RARE = (  # of --wide: name, unit and key

@@ -115,14 +115,7 @@ def check_figures(where: str, result: dict) -> None:
     """Raise InputError for what the tables cannot show."""
     need(where, result, dict, "reference")
     need(
-        where,
-        result,
-        float,
-        "world_size",
-        *FIGURES,
-        "step_time_s",
-        "clean_tflops_per_gpu",
-        "mfu",
+        where, result, float, "world_size", *FIGURES, "step_time_s", "clean_tflops_per_gpu", "mfu"
     )
     known = {key: value for key, value in result.items() if value is not None}
     typed(known, OPTIONAL, f"{where}: ")
@@ -270,13 +263,7 @@ def table_line(row: Row, unit: str) -> dict[str, str]:
     batch = row.tree["batch"]
     layout = [f"{reference['gpus']} {reference['system']}"]
     layout.append(f"batch {batch['global']} x {batch['seq_len']}, micro {batch['micro']}")
-    for name in (
-        "tp",
-        "pp",
-        "cp",
-        "vp",
-        "ep",
-    ):
+    for name in ("tp", "pp", "cp", "vp", "ep"):
         size = row.tree["parallel"].get(name, 1)
         if size > 1:
             layout.append(f"{name}={size}")

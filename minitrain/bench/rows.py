@@ -13,14 +13,7 @@ from minitrain.run.launch.cli import CONFIGS
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 # folders of configs, in the order of the tables
-TABLES = (
-    "automodel",
-    "nemo/h100",
-    "nemo/b200",
-    "nemo/gb200",
-    "rl",
-    "dfm",
-)
+TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")
 SOURCES = {  # of published tables, by how their titles begin
     "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
     "NeMo Framework 25.04": "https://docs.nvidia.com/nemo-framework/user-guide/latest/performance/archive/"
@@ -30,10 +23,7 @@ SOURCES = {  # of published tables, by how their titles begin
 }
 
 # figures, one of which is compared
-FIGURES = {
-    "tokens_per_sec_per_gpu": "tokens/s/GPU",
-    "tflops_per_gpu": "TFLOP/s/GPU",
-}
+FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 REFERENCE = {  # kinds of what a config's `reference` may say
     **dict.fromkeys(("source", "system", "convention", "known_error", "differs", "layout"), str),
     **dict.fromkeys(
@@ -44,17 +34,9 @@ REFERENCE = {  # kinds of what a config's `reference` may say
     **dict.fromkeys(("changed", "ours"), list[str]),
     "recipe": dict,
 }
-RECIPE = {
-    "compile": bool,
-    "attention": str,
-    "micro_batches": int,
-    "stack": str,
-}  # see recipe.py
+RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
 # sections of systems.yaml with what a recipe may name
-NAMES = {
-    "attention": "kernels",
-    "stack": "stacks",
-}
+NAMES = {"attention": "kernels", "stack": "stacks"}
 
 
 @cache

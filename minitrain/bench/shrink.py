@@ -19,11 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from tqdm import tqdm
 
 from minitrain.bench.measure import measure
@@ -88,25 +84,12 @@ def shrink_parallel(config: Config) -> Parallel:
     Where several ranks have the same experts, and share their parameters, two of them do.
     """
     p = config.parallel
-    sizes = at_most(
-        p,
-        dp_replicate=2,
-        tp=2,
-        cp=2,
-        pp=2,
-        vp=2,
-        ep=2,
-    )
+    sizes = at_most(p, dp_replicate=2, tp=2, cp=2, pp=2, vp=2, ep=2)
     real = real_shards(config)
     shards = min(real, 2)
     if 1 < p.ep < real * p.cp * p.tp:
         shards = max(shards, 4 // (sizes["cp"] * sizes["tp"]))
-    return replace(
-        p,
-        **sizes,
-        dp_shard=shards,
-        layers_per_stage=None,
-    )
+    return replace(p, **sizes, dp_shard=shards, layers_per_stage=None)
 
 
 def shrink_model(
@@ -135,23 +118,13 @@ def shrink_rollouts(config: Config) -> Config:
     )
     grpo = replace(
         config.grpo,
-        **at_most(
-            config.grpo,
-            mock_digits=3,
-            overlong_buffer=8,
-            warmup_steps=1,
-        ),
+        **at_most(config.grpo, mock_digits=3, overlong_buffer=8, warmup_steps=1),
         prompts=config.batch.global_,
         group=2,
         generation_ranks=training_ranks(config) if config.grpo.generation_ranks else 0,
     )
     reference = {key: value for key, value in config.reference.items() if key != "mean_response"}
-    return replace(
-        config,
-        rollout=rollout,
-        grpo=grpo,
-        reference=reference,
-    )
+    return replace(config, rollout=rollout, grpo=grpo, reference=reference)
 
 
 def shrunk_micro_batches(config: Config, small: Parallel) -> int:

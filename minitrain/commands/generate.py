@@ -13,83 +13,23 @@ from minitrain.run.launch.cli import home_path, positive
 
 COUNT = positive(int, most=1 << 20)
 COMMON = {
-    "--model": (
-        home_path,
-        ...,
-        "a folder in Hugging Face layout, as a run's out_dir",
-    ),
-    "--adapter": (
-        home_path,
-        None,
-        "a LoRA run's out_dir, PEFT's, or for videos a file",
-    ),
-    "--seed": (
-        int,
-        0,
-        "of the samples",
-    ),
-    "--device": (
-        ["auto", "cpu", "cuda"],
-        "auto",
-        "where to compute",
-    ),
+    "--model": (home_path, ..., "a folder in Hugging Face layout, as a run's out_dir"),
+    "--adapter": (home_path, None, "a LoRA run's out_dir, PEFT's, or for videos a file"),
+    "--seed": (int, 0, "of the samples"),
+    "--device": (["auto", "cpu", "cuda"], "auto", "where to compute"),
 }
 TEXT = {
-    "--prompt": (
-        str,
-        None,
-        "the text to continue",
-    ),
-    "--prompts": (
-        home_path,
-        None,
-        "a file of them: lines of text, or .jsonl with `prompt`",
-    ),
-    "--out": (
-        home_path,
-        None,
-        "a .jsonl file for the answers to --prompts",
-    ),
-    "--system": (
-        str,
-        None,
-        "with --chat: the system prompt",
-    ),
-    "--tokenizer": (
-        home_path,
-        None,
-        "if not the adapter's or the model's own; or bytes",
-    ),
-    "--max-tokens": (
-        positive(int),
-        200,
-        "of a sample",
-    ),
-    "--temperature": (
-        positive(float, zero=True),
-        0.8,
-        "0: the likeliest token",
-    ),
-    "--top-k": (
-        positive(int),
-        0,
-        "choose among the K likeliest tokens",
-    ),
-    "--top-p": (
-        float,
-        1.0,
-        "... that hold this share of the probability",
-    ),
-    "--min-p": (
-        float,
-        0.0,
-        "... at least this share as likely as the likeliest",
-    ),
-    "--n": (
-        positive(int, most=1 << 16),
-        1,
-        "how many samples",
-    ),
+    "--prompt": (str, None, "the text to continue"),
+    "--prompts": (home_path, None, "a file of them: lines of text, or .jsonl with `prompt`"),
+    "--out": (home_path, None, "a .jsonl file for the answers to --prompts"),
+    "--system": (str, None, "with --chat: the system prompt"),
+    "--tokenizer": (home_path, None, "if not the adapter's or the model's own; or bytes"),
+    "--max-tokens": (positive(int), 200, "of a sample"),
+    "--temperature": (positive(float, zero=True), 0.8, "0: the likeliest token"),
+    "--top-k": (positive(int), 0, "choose among the K likeliest tokens"),
+    "--top-p": (float, 1.0, "... that hold this share of the probability"),
+    "--min-p": (float, 0.0, "... at least this share as likely as the likeliest"),
+    "--n": (positive(int, most=1 << 16), 1, "how many samples"),
 }
 VIDEOS = {
     "--prompts": (
@@ -107,41 +47,13 @@ VIDEOS = {
         None,
         "a pipeline's folder: its encoders read lines of text, and make the .mp4",
     ),
-    "--negative": (
-        str,
-        "",
-        "with --encoders: the text that guidance leads away from",
-    ),
-    "--text-tokens": (
-        COUNT,
-        512,
-        "texts are padded to this many tokens",
-    ),
-    "--sampler": (
-        ["euler", "unipc"],
-        "unipc",
-        "of the flow",
-    ),
-    "--steps": (
-        COUNT,
-        50,
-        "of the sampler",
-    ),
-    "--shift": (
-        positive(float),
-        5.0,
-        "3 for 480p, 5 for 720p",
-    ),
-    "--guidance": (
-        positive(float, zero=True),
-        5.0,
-        "1: none, in half the time",
-    ),
-    "--dtype": (
-        ["fp32", "bf16"],
-        None,
-        "of the weights; by default the files'",
-    ),
+    "--negative": (str, "", "with --encoders: the text that guidance leads away from"),
+    "--text-tokens": (COUNT, 512, "texts are padded to this many tokens"),
+    "--sampler": (["euler", "unipc"], "unipc", "of the flow"),
+    "--steps": (COUNT, 50, "of the sampler"),
+    "--shift": (positive(float), 5.0, "3 for 480p, 5 for 720p"),
+    "--guidance": (positive(float, zero=True), 5.0, "1: none, in half the time"),
+    "--dtype": (["fp32", "bf16"], None, "of the weights; by default the files'"),
 }
 VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts
 FILE --out FILE.
@@ -170,9 +82,7 @@ def main(arguments: list[str]) -> None:
             TEXT | COMMON, prog="python -m minitrain.generate", description=__doc__
         )
         parser.add_argument(
-            "--chat",
-            action="store_true",
-            help="answer, without --prompt line after line",
+            "--chat", action="store_true", help="answer, without --prompt line after line"
         )
         parser.add_argument(
             "--stop", action="append", default=[], help="end after it (repeatable)"

@@ -11,12 +11,7 @@ from shlex import quote
 from minitrain.data.chat.chat_templates import ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import encode_question, end_of_reply
 from minitrain.data.records import Skips, lines_of, read_records, text_of
-from minitrain.data.tokenizer import (
-    Tokenizer,
-    check_same_ids,
-    load_tokenizer,
-    tokenizer_folder,
-)
+from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
 from minitrain.errors import InputError, hub_hint, located, refuse, refused
 from minitrain.formats.hf import read_config
 from minitrain.formats.peft import load_merged

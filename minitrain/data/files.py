@@ -22,12 +22,7 @@ from minitrain.settings import Config, Data
 # which files of a folder are data
 SUFFIXES = {
     "text": ("",),
-    "jsonl": (
-        ".jsonl",
-        ".jsonl.gz",
-        ".parquet",
-        ".arrow",
-    ),
+    "jsonl": (".jsonl", ".jsonl.gz", ".parquet", ".arrow"),
     "tokens": (".npy", ".bin"),
     "latents": (".safetensors",),
 }

@@ -70,9 +70,7 @@ class Skips:
 
 
 def read_texts(
-    files: list[Path],
-    skips: Skips,
-    in_pieces: bool = False,
+    files: list[Path], skips: Skips, in_pieces: bool = False
 ) -> Iterator[str | Iterator[str]]:
     """Yield each file as one document. Empty ones are usable: trees of source files have many.
 

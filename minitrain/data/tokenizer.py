@@ -25,14 +25,7 @@ from minitrain.errors import InputError, hub_hint, refused
 from minitrain.formats.json_files import read_json
 
 # keys of an added token
-ADDED = (
-    "content",
-    "single_word",
-    "lstrip",
-    "rstrip",
-    "normalized",
-    "special",
-)
+ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class HuggingFaceTokenizer:

@@ -14,14 +14,7 @@ import torch
 
 from minitrain.errors import InputError, located
 from minitrain.formats import gpt2, nemotron_h
-from minitrain.formats.families import (
-    ACTIVATIONS,
-    EPS_KEYS,
-    FAMILIES,
-    MODEL_TYPES,
-    SIZES,
-    Family,
-)
+from minitrain.formats.families import ACTIVATIONS, EPS_KEYS, FAMILIES, MODEL_TYPES, SIZES, Family
 from minitrain.formats.json_files import read_number, read_switch, refuse_other_values
 from minitrain.models.decoder_config import ROPE_SCALINGS, YARN, DecoderConfig
 
@@ -30,12 +23,7 @@ GENERATION = "generation_config.json"
 ENDLESS = (math.inf, {"__float__": "Infinity"})
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # fields of `DecoderConfig` that no config.json has
-TRAINING_ONLY = {
-    "bias_update_speed",
-    "router_aux_loss_coef",
-    "seq_aux",
-    "fake_balanced_gate",
-}
+TRAINING_ONLY = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}
 # keys that an export does not copy from the config.json that was read: it writes its own spelling
 # of settings, and its own format of weights, without layers for multi-token prediction
 NOT_KEPT = {

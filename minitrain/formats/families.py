@@ -10,12 +10,7 @@ EPS_KEYS = {
     "layernorm": "layer_norm_epsilon",
     "layernorm1p": "norm_eps",
 }
-ACTIVATIONS = {
-    "swiglu": "silu",
-    "relu2": "relu2",
-    "clamped_swiglu": "silu",
-    "gelu": "gelu_new",
-}
+ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
 # model types that are another family's by a second name
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
@@ -73,14 +68,8 @@ class Family(NamedTuple):
         return self.keys.get(name, name)
 
 
-NO_BIAS = dict(
-    attention_bias=False,
-    mlp_bias=False,
-)
-QWEN3 = dict(
-    attention_bias=False,
-    use_sliding_window=False,
-)
+NO_BIAS = dict(attention_bias=False, mlp_bias=False)
+QWEN3 = dict(attention_bias=False, use_sliding_window=False)
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", NO_BIAS, heads_divide=True),

@@ -88,10 +88,7 @@ def read_config(path: str | Path) -> Config:
 
 
 def save_pretrained(
-    model: Model,
-    path: str | Path,
-    max_shard_bytes: int = 5 * 10**9,
-    original_names: bool = False,
+    model: Model, path: str | Path, max_shard_bytes: int = 5 * 10**9, original_names: bool = False
 ) -> None:
     """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained(path)` loads.
 

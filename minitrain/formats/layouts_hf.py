@@ -38,15 +38,8 @@ Stored = dict[str, StoredTensor]
 Shape = tuple[int, ...]
 Config = DecoderConfig | WanConfig
 # of a part of every name: ours, the hub's
-RENAMED = {
-    "mixtral": (".mlp.", ".block_sparse_moe."),
-    "gpt_oss": (".mlp.gate.", ".mlp.router."),
-}
-MIXTRAL_KEYS = {
-    "gate_proj": "w1",
-    "up_proj": "w3",
-    "down_proj": "w2",
-}
+RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe."), "gpt_oss": (".mlp.gate.", ".mlp.router.")}
+MIXTRAL_KEYS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 # stored tensors without a place here, beside old tables of rotary embeddings: masks, and layers of
 # multi-token prediction
 IGNORED = {"gpt2": r"|.*\.attn\.(masked_)?bias", "nemotron_h": r"|mtp\..*"}

@@ -6,14 +6,7 @@ from pathlib import Path
 
 ADAPTER_CONFIG = "adapter_config.json"
 LFS = b"version https://git-lfs.github.com/spec"
-UNFINISHED = (
-    ".incomplete",
-    ".part",
-    ".partial",
-    ".crdownload",
-    ".download",
-    ".aria2",
-)
+UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
 # first bytes of a file, with escapes as in Python, = its kind, and the way out
 SIGNATURES = r"""
 version https://git-lfs.github.com/spec = a pointer of git-lfs, not the file itself (git lfs pull)

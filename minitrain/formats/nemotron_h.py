@@ -18,12 +18,7 @@ KEYS = {
     "layer_pattern": "hybrid_override_pattern",
 }
 LETTERS = dict(
-    linear_attention="M",
-    mamba="M",
-    full_attention="*",
-    attention="*",
-    moe="E",
-    mlp="-",
+    linear_attention="M", mamba="M", full_attention="*", attention="*", moe="E", mlp="-"
 )
 NO_EXPERTS = dict(
     n_routed_experts=0,

@@ -18,11 +18,7 @@ STEM = "diffusion_pytorch_model"  # of the weight files, in both spellings
 DIFFUSERS = "WanTransformer3DModel"
 ORIGINAL = "WanModel"
 # for diffusers
-FIXED = dict(
-    cross_attn_norm=True,
-    qk_norm="rms_norm_across_heads",
-    pos_embed_seq_len=None,
-)
+FIXED = dict(cross_attn_norm=True, qk_norm="rms_norm_across_heads", pos_embed_seq_len=None)
 # the only values that Wan's own code has
 ORIGINAL_VALUES = dict(image_dim=(None, 1280), patch_size=((1, 2, 2),))
 # ours -> theirs; a head's width is dim / num_heads there

@@ -11,14 +11,7 @@ from minitrain.formats.tensor_files import read_headers
 # of weight files: transformers', diffusers'
 STEMS = ("model", wan_names.STEM)
 # pickled ones could run any code
-OTHER_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pth",
-    ".pt",
-    ".ckpt",
-    ".gguf",
-)
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf")
 
 
 class StoredTensor(NamedTuple):

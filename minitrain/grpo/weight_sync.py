@@ -128,12 +128,7 @@ def boxes_of(shards: Shards) -> dict[str, tuple[Box, torch.dtype]]:
     }
 
 
-def plan(
-    rank: int,
-    sources: list[dict],
-    targets: list[dict],
-    most: int,
-) -> list[list[Move]]:
+def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list[list[Move]]:
     """Return the moves of `rank`, in buckets. sources, targets: of each rank, from `boxes_of`.
 
     A send and its receive must be in the same bucket. So every rank goes through the moves of all

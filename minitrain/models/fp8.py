@@ -230,14 +230,7 @@ class Fp8Products(torch.autograd.Function):
                 # [out, in]
                 weight8 = column_major(weight8, grad_inverse)
                 # [tokens, in]
-                term = multiply(
-                    grad8,
-                    weight8,
-                    grad_inverse,
-                    inverse,
-                    ctx.dtypes[0],
-                    ctx.fast,
-                )
+                term = multiply(grad8, weight8, grad_inverse, inverse, ctx.dtypes[0], ctx.fast)
                 dx = term if dx is None else dx + term
         if any(ctx.need_weights):
             # the number of tokens, rounded up: FP8 units sum over multiples of 16

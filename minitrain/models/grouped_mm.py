@@ -94,6 +94,5 @@ def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 _grouped_mm.register_autograd(
-    _grouped_mm_backward,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    _grouped_mm_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )

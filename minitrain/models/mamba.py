@@ -166,17 +166,7 @@ class Mamba2(nn.Module):
         # [batch, seq, groups, heads, head_dim]
         x = x.unflatten(-1, (heads, head_dim))
         chunk = min(self.shape.chunk, x.shape[1])
-        return scan(
-            x,
-            dt,
-            a,
-            d,
-            b,
-            c,
-            chunk,
-            document_ids,
-            ssm,
-        )
+        return scan(x, dt, a, d, b, c, chunk, document_ids, ssm)
 
 
 def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> bool:

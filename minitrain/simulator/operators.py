@@ -20,14 +20,7 @@ from minitrain.errors import InputError
 
 aten = torch.ops.aten
 # operators that read as many rows of their large operand as they write
-ROWS_READ = (
-    "embedding",
-    "index_select",
-    "gather",
-    "index",
-    "scatter",
-    "scatter_add",
-)
+ROWS_READ = ("embedding", "index_select", "gather", "index", "scatter", "scatter_add")
 ALLOCATING = ("set_", "resize_", "_unsafe_view", "_reshape_alias")
 
 

@@ -45,10 +45,7 @@ from minitrain.simulator.timeline import System, Timeline, play
 from minitrain.simulator.trace import Trace
 
 # schedules that run every forward pass before the first backward pass
-ALL_AT_ONCE = (
-    "GPipe",
-    "LoopedBFS",
-)
+ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 # settings of `recompute` with which all matrix products of a forward pass run again
 TWICE = ("full", "attention")
 

@@ -20,12 +20,7 @@ from minitrain.simulator.simulate_policy import predicted_row
 from minitrain.simulator.timeline import System
 
 
-def sweep(
-    file: str,
-    overrides: list[str],
-    choices: list[str],
-    system: System,
-) -> Iterator[dict]:
+def sweep(file: str, overrides: list[str], choices: list[str], system: System) -> Iterator[dict]:
     """Yield the simulated result of each combination; {"settings", "error"} of one that cannot run.
 
     choices: words such as `tp=1,2,4` (a key of `parallel`) and `recompute=none,full`.

@@ -34,10 +34,7 @@ from minitrain.simulator.trace import SHARDS, Event, Trace
 # rows and columns of a matrix product's result that a multiprocessor computes at a time
 GEMM_TILE = 128, 256
 # what reads FSDP's gathered weights; the latter on one rank, where nothing is copied out
-READS_GATHERED = (
-    "split_with_sizes_copy",
-    "embedding",
-)
+READS_GATHERED = ("split_with_sizes_copy", "embedding")
 # the share of an incomplete last wave's idle time that smaller tiles and split products use
 # No public figure tells it. Between 0 and 1 no row of 14 tried moves by more than 1.8 %.
 RECOVERED = 0.6

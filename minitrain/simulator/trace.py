@@ -41,10 +41,7 @@ from minitrain.simulator.operators import (
 )
 
 # the dimensions over which FSDP communicates, by collectives of its own
-SHARDS = (
-    "dp_replicate",
-    "dp_shard",
-)
+SHARDS = ("dp_replicate", "dp_shard")
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations")
 

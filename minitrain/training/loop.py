@@ -172,11 +172,7 @@ def dropout_seed(seed: int, step: int, meshes: Meshes) -> int:
 
 
 def forward_backward(
-    model: Module,
-    objective,
-    micro_batches: list[Batch],
-    meshes: Meshes,
-    device: torch.device,
+    model: Module, objective, micro_batches: list[Batch], meshes: Meshes, device: torch.device
 ) -> Tensor:
     """Add the gradients of the mean loss over all ranks' micro-batches. Return that loss, a scalar.
 

@@ -51,10 +51,7 @@ class VocabShard(NamedTuple):
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    losses: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, losses: Tensor | None = None
 ) -> Tensor:
     """Return the sum over tokens of -log softmax(hidden @ weight^T)[label], an fp32 scalar.
 

@@ -82,7 +82,9 @@ def accuracy(rows: list[results.Row]) -> str:
     body = svg.grid(x, y, "published: tokens/s per GPU (video: TFLOP/s per GPU)", "predicted")
     for share, dashes in ((1.0, "none"), (0.8, "4 4"), (1.25, "4 4")):
         low, high = x.low * max(1.0, 1 / share), x.high * min(1.0, 1 / share)
-        body += svg.line([(x(low), y(low * share)), (x(high), y(high * share))], "#8a8a8a", dashes)
+        body += svg.line(
+            [(x(low), y(low * share)), (x(high), y(high * share))], "#8a8a8a", dashes
+        )
     for row, published, predicted in figures:
         color = TASKS[kind(row)]
         fill = color if row.name in tested else "#fff"
@@ -117,7 +119,9 @@ def pipeline(rows: list[results.Row], name: str) -> str:
     """Return each pipeline rank's actions over the step of row `name`. Raises InputError if it has no pipeline."""
     row = next((row for row in rows if row.name == name), None)
     if row is None or not row.results["simulated"].get("timeline"):
-        raise InputError(f"--row={name} is no simulated row with a pipeline (see bench.py --list)")
+        raise InputError(
+            f"--row={name} is no simulated row with a pipeline (see bench.py --list)"
+        )
     step, lanes = row.results["simulated"]["step_time_s"], row.results["simulated"]["timeline"]
     colors = {f"c{number}": color for number, color in enumerate(svg.COLORS)} | {"idle": "#eee"}
     style = "".join(f".{name}{{fill:{color}}}" for name, color in colors.items())

@@ -12,7 +12,10 @@ from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import load
 from minitrain.training.build import make_model
 
-ROWS = {row["id"]: row for row in yaml.safe_load((Path(__file__).parents[1] / "published/tables.yaml").read_text())}
+ROWS = {
+    row["id"]: row
+    for row in yaml.safe_load((Path(__file__).parents[1] / "published/tables.yaml").read_text())
+}
 REFERENCES = published_rows()
 CONFIG_OF = {reference["id"]: name for name, reference in REFERENCES.items()}
 FIGURES = ("tokens_per_sec_per_gpu", "tflops_per_gpu", "step_time_s", "gpus", "system")
@@ -60,7 +63,9 @@ def test_task_precision_and_model_are_as_published(row_id):
     assert (config.precision == "fp8") == row["precision"].startswith("fp8")
     assert config.model.name == row["arch"]
     if "lora" in row["settings"]:
-        assert (config.lora.rank, config.lora.alpha) == tuple(row["settings"]["lora"][key] for key in ("rank", "alpha"))
+        assert (config.lora.rank, config.lora.alpha) == tuple(
+            row["settings"]["lora"][key] for key in ("rank", "alpha")
+        )
     assert config.recompute == expected_recompute(row)
 
 
@@ -94,17 +99,32 @@ def test_the_list_has_them_all_in_a_terminals_width():
 ROW = "{batch: {global: 8, micro: 1, seq_len: 64}, parallel: {tp: 2}, reference: {source: x, system: y, gpus: 2, %s}}"
 
 
-@pytest.mark.parametrize("text, line", [
-    ("", "row.yaml needs reference, a mapping"),
-    ("batch: [", "row.yaml:1:9: "),
-    ("- x", "row.yaml: a config must be a mapping"),
-    ("reference: {}", "row.yaml needs batch, a mapping"),
-    (ROW.replace("global: 8, ", "") % "tflops_per_gpu: 5", "row.yaml: batch needs global, a number above 0"),
-    (ROW.replace("source: x, ", "") % "tflops_per_gpu: 5", "row.yaml: reference needs source, text"),
-    (ROW.replace("gpus: 2", "gpus: two") % "tflops_per_gpu: 5", "needs gpus, a number above 0, not str 'two'"),
-    (ROW % "id: z", "row.yaml: reference needs tokens_per_sec_per_gpu or tflops_per_gpu"),
-    (ROW % "tflops_per_gpu: 5, step_time_s: fast", "row.yaml: reference.step_time_s must be a finite number, not str"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("", "row.yaml needs reference, a mapping"),
+        ("batch: [", "row.yaml:1:9: "),
+        ("- x", "row.yaml: a config must be a mapping"),
+        ("reference: {}", "row.yaml needs batch, a mapping"),
+        (
+            ROW.replace("global: 8, ", "") % "tflops_per_gpu: 5",
+            "row.yaml: batch needs global, a number above 0",
+        ),
+        (
+            ROW.replace("source: x, ", "") % "tflops_per_gpu: 5",
+            "row.yaml: reference needs source, text",
+        ),
+        (
+            ROW.replace("gpus: 2", "gpus: two") % "tflops_per_gpu: 5",
+            "needs gpus, a number above 0, not str 'two'",
+        ),
+        (ROW % "id: z", "row.yaml: reference needs tokens_per_sec_per_gpu or tflops_per_gpu"),
+        (
+            ROW % "tflops_per_gpu: 5, step_time_s: fast",
+            "row.yaml: reference.step_time_s must be a finite number, not str",
+        ),
+    ],
+)
 def test_rows_that_no_table_can_show(tmp_path, text, line):
     file = tmp_path / "row.yaml"
     file.write_text(text)

@@ -25,7 +25,9 @@ CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 ROW_405B = ROOT / "configs/nemo/h100/llama3.1-405b-pretrain-1024gpu.yaml"
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: str(file.relative_to(ROOT / "configs")))
+@pytest.mark.parametrize(
+    "file", CONFIGS, ids=lambda file: str(file.relative_to(ROOT / "configs"))
+)
 def test_every_config_shrinks_to_a_layout_that_fits(file, tmp_path, monkeypatch):
     (tmp_path / "short_answer.py").write_text(SHORT_ANSWER)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -33,7 +35,9 @@ def test_every_config_shrinks_to_a_layout_that_fits(file, tmp_path, monkeypatch)
     assert stated_ranks(small) <= 16
     check_layout(small, stated_ranks(small))
     shape = small.model.config
-    assert (shape.dim if small.task == "diffusion" else shape.hidden_size) <= 64 and small.batch.seq_len <= 128
+    assert (
+        shape.dim if small.task == "diffusion" else shape.hidden_size
+    ) <= 64 and small.batch.seq_len <= 128
 
 
 def test_dimensions_batch_and_settings():
@@ -43,25 +47,41 @@ def test_dimensions_batch_and_settings():
     assert (p.dp_replicate, p.dp_shard, p.tp, p.cp, p.pp, p.vp) == (1, 2, 2, 2, 2, 2)
     assert stated_ranks(small) == 16
     assert (p.schedule, p.reshard_after_forward) == ("Interleaved1F1B", False)
-    assert b.global_ // (b.micro * 2) == 8  # the real one has 64 for 8 pipeline ranks; at most 4 for each of 2
+    assert (
+        b.global_ // (b.micro * 2) == 8
+    )  # the real one has 64 for 8 pipeline ranks; at most 4 for each of 2
     assert small.model.config.num_layers == 8  # two for each of four stages
-    assert (small.precision, small.optim, small.reference) == (real.precision, real.optim, real.reference)
+    assert (small.precision, small.optim, small.reference) == (
+        real.precision,
+        real.optim,
+        real.reference,
+    )
 
 
 def test_quirks_of_the_model_stay():
-    small = shrink(from_dict({"model": {"name": "qwen3-32b", "tie_word_embeddings": True}})).model.config
+    small = shrink(
+        from_dict({"model": {"name": "qwen3-32b", "tie_word_embeddings": True}})
+    ).model.config
     assert small.family == "qwen3" and small.qk_norm and small.tie_word_embeddings
 
 
 def test_sizes_that_are_small_already_stay_and_odd_ones_go():
     tree = {"model": {"name": "llama3-8b", "num_layers": 12}, "compile": True}
-    batch, split = {"global": 4, "micro": 4, "seq_len": 20}, {"dp_shard": 1, "pp": 2, "layers_per_stage": [6, 8]}
+    batch, split = (
+        {"global": 4, "micro": 4, "seq_len": 20},
+        {"dp_shard": 1, "pp": 2, "layers_per_stage": [6, 8]},
+    )
     small = shrink(from_dict(tree | {"batch": batch | {"global": 8}, "parallel": split}))
     assert (small.batch.micro, small.batch.seq_len, small.compile) == (2, 16, False)
     assert small.parallel.layers_per_stage is None
-    assert shrink(from_dict({"batch": {"global": 1, "micro": 1, "seq_len": 5}})).batch.seq_len == 8
+    assert (
+        shrink(from_dict({"batch": {"global": 1, "micro": 1, "seq_len": 5}})).batch.seq_len == 8
+    )
     packed = load(ROOT / "configs/nemo/h100/llama3-8b-sft-8gpu.yaml")
-    assert packed.reference["convention"] == "nemo_squad" and "convention" not in shrink(packed).reference
+    assert (
+        packed.reference["convention"] == "nemo_squad"
+        and "convention" not in shrink(packed).reference
+    )
 
 
 def test_weights_of_files_stay_with_the_real_model():
@@ -71,56 +91,94 @@ def test_weights_of_files_stay_with_the_real_model():
         assert (small.model.path, small.lora.path, small.lora.rank) == ("", "", 4)
 
 
-@pytest.mark.parametrize("parallel, reference, shards", [
-    ({"dp_shard": 1}, {}, 1),
-    ({"dp_shard": 7}, {}, 2),
-    ({}, {}, 2),
-    ({}, {"gpus": 1}, 1),
-    ({"tp": 8}, {"gpus": 8}, 1),
-    ({"tp": 4}, {"gpus": 8}, 2),
-    ({"dp_replicate": 3}, {"gpus": 3}, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel, reference, shards",
+    [
+        ({"dp_shard": 1}, {}, 1),
+        ({"dp_shard": 7}, {}, 2),
+        ({}, {}, 2),
+        ({}, {"gpus": 1}, 1),
+        ({"tp": 8}, {"gpus": 8}, 1),
+        ({"tp": 4}, {"gpus": 8}, 2),
+        ({"dp_replicate": 3}, {"gpus": 3}, 1),
+    ],
+)
 def test_an_open_number_of_shards(parallel, reference, shards):
-    config = from_dict({"parallel": parallel | {"dp_shard": parallel.get("dp_shard", -1)}, "reference": reference})
+    config = from_dict(
+        {
+            "parallel": parallel | {"dp_shard": parallel.get("dp_shard", -1)},
+            "reference": reference,
+        }
+    )
     assert shrink_parallel(config).dp_shard == shards
 
 
-@pytest.mark.parametrize("parallel, gpus, sampling, ranks", [
-    ({}, 64, 0, 64),
-    ({"tp": 4, "cp": 2}, 64, 0, 64),
-    ({"tp": 8, "pp": 3}, 64, 0, 48),  # two shards; a third does not fit
-    ({"dp_replicate": 2, "tp": 2}, 16, 8, 16),  # of which 8 only sample
-    ({"tp": 8}, 4, 0, 8),
-    ({"tp": 2}, None, 0, 2),
-])  # fmt: skip
-def test_an_open_number_of_shards_fills_the_rows_gpus(monkeypatch, parallel, gpus, sampling, ranks):
+@pytest.mark.parametrize(
+    "parallel, gpus, sampling, ranks",
+    [
+        ({}, 64, 0, 64),
+        ({"tp": 4, "cp": 2}, 64, 0, 64),
+        ({"tp": 8, "pp": 3}, 64, 0, 48),  # two shards; a third does not fit
+        ({"dp_replicate": 2, "tp": 2}, 16, 8, 16),  # of which 8 only sample
+        ({"tp": 8}, 4, 0, 8),
+        ({"tp": 2}, None, 0, 2),
+    ],
+)
+def test_an_open_number_of_shards_fills_the_rows_gpus(
+    monkeypatch, parallel, gpus, sampling, ranks
+):
     """What --simulate, --dry-run and --proxy take a config for; but under torchrun, what this started."""
-    config = Config(parallel=Parallel(dp_shard=-1, **parallel), reference={"gpus": gpus} if gpus else {})
+    config = Config(
+        parallel=Parallel(dp_shard=-1, **parallel), reference={"gpus": gpus} if gpus else {}
+    )
     config.grpo.generation_ranks = sampling
     assert stated_ranks(config) == ranks
     monkeypatch.setenv("WORLD_SIZE", "48")
     assert stated_ranks(dataclasses.replace(config, parallel=Parallel(dp_shard=-1))) == 48
 
 
-@pytest.mark.parametrize("parallel, shards", [
-    ({"dp_shard": 8, "ep": 8}, 2), ({"dp_shard": 8, "ep": 4}, 4), ({"dp_shard": 8, "tp": 2, "ep": 4}, 2),
-    ({"dp_shard": 4, "tp": 2, "ep": 8}, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel, shards",
+    [
+        ({"dp_shard": 8, "ep": 8}, 2),
+        ({"dp_shard": 8, "ep": 4}, 4),
+        ({"dp_shard": 8, "tp": 2, "ep": 4}, 2),
+        ({"dp_shard": 4, "tp": 2, "ep": 8}, 2),
+    ],
+)
 def test_ranks_that_have_the_same_experts(parallel, shards):
     """Two of them, as there are more, beside two that have others."""
-    assert shrink_parallel(from_dict({"model": "mixtral-8x7b", "parallel": parallel})).dp_shard == shards
+    assert (
+        shrink_parallel(from_dict({"model": "mixtral-8x7b", "parallel": parallel})).dp_shard
+        == shards
+    )
 
 
-@pytest.mark.parametrize("parallel, rows, expected", [
-    ({"dp_shard": 4}, 4, 1),
-    ({"dp_shard": 4}, 12, 3),
-    ({"dp_shard": 4}, 400, 4),
-    ({"dp_shard": 1, "pp": 4, "vp": 3, "schedule": "Interleaved1F1B"}, 12, 6),  # three per pipeline rank
-    ({"dp_shard": 1, "pp": 4, "vp": 1}, 4, 2),
-    ({"dp_shard": 1, "pp": 4, "vp": 2, "schedule": "ZBVZeroBubble"}, 8, 4),  # one for each stage
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel, rows, expected",
+    [
+        ({"dp_shard": 4}, 4, 1),
+        ({"dp_shard": 4}, 12, 3),
+        ({"dp_shard": 4}, 400, 4),
+        (
+            {"dp_shard": 1, "pp": 4, "vp": 3, "schedule": "Interleaved1F1B"},
+            12,
+            6,
+        ),  # three per pipeline rank
+        ({"dp_shard": 1, "pp": 4, "vp": 1}, 4, 2),
+        (
+            {"dp_shard": 1, "pp": 4, "vp": 2, "schedule": "ZBVZeroBubble"},
+            8,
+            4,
+        ),  # one for each stage
+    ],
+)
 def test_accumulation(parallel, rows, expected):
-    tree = {"model": {"num_layers": 24}, "batch": {"global": rows, "micro": 1}, "parallel": parallel}
+    tree = {
+        "model": {"num_layers": 24},
+        "batch": {"global": rows, "micro": 1},
+        "parallel": parallel,
+    }
     config = from_dict(tree)
     assert shrunk_micro_batches(config, shrink_parallel(config)) == expected
 
@@ -134,7 +192,9 @@ def bench(*words):
 
 def test_run(tmp_path):
     result = tmp_path / "rows.jsonl"
-    done = bench("--config", ROOT / "configs/automodel/llama3-70b-pretrain-64gpu.yaml", "--json", result)
+    done = bench(
+        "--config", ROOT / "configs/automodel/llama3-70b-pretrain-64gpu.yaml", "--json", result
+    )
     assert done.returncode == 0, done.stderr
     (row,) = map(json.loads, result.read_text().splitlines())
     assert row["row"] == "automodel/llama3-70b-pretrain-64gpu"
@@ -144,20 +204,32 @@ def test_run(tmp_path):
 
 
 def test_a_row_of_grpo_samples_and_trains(tmp_path):
-    result, row = tmp_path / "rows.jsonl", ROOT / "configs/rl/llama3.1-8b-grpo-16gpu-onpolicy.yaml"
+    result, row = (
+        tmp_path / "rows.jsonl",
+        ROOT / "configs/rl/llama3.1-8b-grpo-16gpu-onpolicy.yaml",
+    )
     sizes = ["grpo.overlong_buffer=512", "grpo.mock_digits=1000", "rollout.pages=1"]
     done = bench("--config", row, "--json", result, *sizes)
     assert done.returncode == 0, done.stderr
     (outcome,) = map(json.loads, result.read_text().splitlines())
     assert (outcome["mode"], outcome["world_size"], outcome["ratio"]) == ("shrunk", 4, None)
-    assert outcome["response_tokens"] <= 8 and min(outcome[f"{name}_s"] for name in ("generation", "training")) > 0
+    assert (
+        outcome["response_tokens"] <= 8
+        and min(outcome[f"{name}_s"] for name in ("generation", "training")) > 0
+    )
 
 
-@pytest.mark.parametrize("words, line", [
-    (["parallel.tp=3"], "error: .*tp=3"),
-    (["--versus", "transformers"], "error: --shrink starts its own processes"),
-    (["reference.convention=guess"], "error: reference.convention='guess' is not one of"),  # found by the ranks
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["parallel.tp=3"], "error: .*tp=3"),
+        (["--versus", "transformers"], "error: --shrink starts its own processes"),
+        (
+            ["reference.convention=guess"],
+            "error: reference.convention='guess' is not one of",
+        ),  # found by the ranks
+    ],
+)
 def test_mistakes_are_one_line(words, line):
     done = bench(*words)
     assert done.returncode == 2
@@ -175,10 +247,14 @@ def children(parent):
                 yield int(folder.name)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the processes in Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="finds the processes in Linux's /proc"
+)
 def test_a_dead_rank_ends_the_run():
     command = [sys.executable, "bench.py", "--shrink", "--steps", "100000"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
         watchdog = threading.Timer(300, process.kill)
         watchdog.start()
         errors = b""

@@ -31,7 +31,12 @@ from minitrain.run.tasks import rows_task as train_model
 from tests.helpers.commands import ROOT, command, torchrun
 
 TINY = {
-    "model": {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "tie_word_embeddings": True},
+    "model": {
+        "name": "llama3-8b-tiny",
+        "vocab_size": 258,
+        "num_layers": 2,
+        "tie_word_embeddings": True,
+    },
     "steps": 6,
     "data": {"kind": "text", "validation": 0.3},
     "batch": {"global": 4, "micro": 2, "seq_len": 32},
@@ -47,7 +52,9 @@ def config_file(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(10):
-        (texts / f"{i}.txt").write_text("".join(f"line {i * k % 7} of text {i}\n" for k in range(20)))
+        (texts / f"{i}.txt").write_text(
+            "".join(f"line {i * k % 7} of text {i}\n" for k in range(20))
+        )
     tree = TINY | {"out_dir": str(tmp_path / "out"), "data": TINY["data"] | {"path": str(texts)}}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree))
@@ -58,22 +65,42 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_train_writes_metrics_checkpoints_and_a_model_that_generates(config_file, tmp_path, capsys):
+def test_train_writes_metrics_checkpoints_and_a_model_that_generates(
+    config_file, tmp_path, capsys
+):
     train.main(["--config", str(config_file)])
     out = tmp_path / "out"
     lines = metrics(out)
-    shown = capsys.readouterr()  # where there is no terminal: lines, also where the validation is due
-    told = re.findall(r"^step (.*): loss [0-9.]+ = [0-9.]+ bits/byte, tokens/s [0-9,]+$", shown.out, re.MULTILINE)
+    shown = (
+        capsys.readouterr()
+    )  # where there is no terminal: lines, also where the validation is due
+    told = re.findall(
+        r"^step (.*): loss [0-9.]+ = [0-9.]+ bits/byte, tokens/s [0-9,]+$",
+        shown.out,
+        re.MULTILINE,
+    )
     assert told == ["1 of 6", "3 of 6", "6 of 6"]
     assert "\r" not in shown.out + shown.err
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines if "val_bits_per_byte" in line] == [3, 6]
     for line in lines:
-        assert line["tokens"] == line["step"] * 4 * 32 and line["tokens_per_sec"] > 0 and line["grad_norm"] > 0
+        assert (
+            line["tokens"] == line["step"] * 4 * 32
+            and line["tokens_per_sec"] > 0
+            and line["grad_norm"] > 0
+        )
     val = lines[-1]
-    assert val["val_bits_per_byte"] == pytest.approx(val["val_loss"] / math.log(2))  # byte tokens: one byte each
-    assert lines[0]["loss"] == pytest.approx(math.log(258), rel=0.05) and lines[-1]["loss"] < lines[0]["loss"]
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert val["val_bits_per_byte"] == pytest.approx(
+        val["val_loss"] / math.log(2)
+    )  # byte tokens: one byte each
+    assert (
+        lines[0]["loss"] == pytest.approx(math.log(258), rel=0.05)
+        and lines[-1]["loss"] < lines[0]["loss"]
+    )
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
 
     model = minitrain.load_pretrained(out)
     tokens = torch.randint(258, (1, 8))
@@ -85,9 +112,13 @@ def test_train_writes_metrics_checkpoints_and_a_model_that_generates(config_file
     assert AutoTokenizer.from_pretrained(out)("line")["input_ids"] == list(b"line")
 
     capsys.readouterr()
-    generate.main(["--model", str(out), "--prompt", "line ", "--max-tokens", "12", "--temperature", "0"])
+    generate.main(
+        ["--model", str(out), "--prompt", "line ", "--max-tokens", "12", "--temperature", "0"]
+    )
     text = capsys.readouterr().out
-    expected = theirs.generate(torch.tensor([list(b"line ")]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    expected = theirs.generate(
+        torch.tensor([list(b"line ")]), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
     assert text.encode() == bytes(t for t in expected[0].tolist() if t < 256) + b"\n"
 
 
@@ -101,13 +132,29 @@ def test_a_short_try_of_an_example_warms_up_less_and_says_so(config_file, tmp_pa
 def test_epochs_in_place_of_steps(config_file, tmp_path, epochs):
     """As many steps as it takes to see each row so often: the oracle counts bytes, with one token to end each file."""
     sizes = [len(file.read_bytes()) + 1 for file in sorted((tmp_path / "texts").iterdir())]
-    train.main(["--config", str(config_file), f"epochs={epochs}", "data.validation=0", "validation.every=0"])
+    train.main(
+        [
+            "--config",
+            str(config_file),
+            f"epochs={epochs}",
+            "data.validation=0",
+            "validation.every=0",
+        ]
+    )
     out = tmp_path / "out"
     assert len(metrics(out)) == math.ceil(epochs * (sum(sizes) // 32) / 4)
     written = yaml.safe_load((out / "config.yaml").read_text())
     assert written["steps"] == len(metrics(out)) and written["epochs"] == 0
     assert metrics(out)[-1]["lr"] < metrics(out)[-2]["lr"]  # the schedule knows the end
-    train.main(["--config", str(config_file), f"epochs={epochs}", "data.validation=0", "validation.every=0"])  # done
+    train.main(
+        [
+            "--config",
+            str(config_file),
+            f"epochs={epochs}",
+            "data.validation=0",
+            "validation.every=0",
+        ]
+    )  # done
 
 
 def test_steps_and_epochs_are_one_setting(config_file):
@@ -142,19 +189,30 @@ def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
 def test_training_starts_from_a_model_folder(config_file, tmp_path):
     train.main(["--config", str(config_file)])
     final = metrics(tmp_path / "out")[-1]["val_loss"]
-    arguments = ["--config", str(config_file), f"model={tmp_path / 'out'}", f"out_dir={tmp_path / 'next'}"]
+    arguments = [
+        "--config",
+        str(config_file),
+        f"model={tmp_path / 'out'}",
+        f"out_dir={tmp_path / 'next'}",
+    ]
     (tmp_path / "out" / "generation_config.json").write_text('{"eos_token_id": [257, 10]}')
     train.main([*arguments, "optim.lr=0", "validation.every=1", "steps=2"])
-    assert json.loads((tmp_path / "next" / "generation_config.json").read_text()) == {"eos_token_id": [257, 10]}
+    assert json.loads((tmp_path / "next" / "generation_config.json").read_text()) == {
+        "eos_token_id": [257, 10]
+    }
     assert metrics(tmp_path / "next")[0]["val_loss"] == pytest.approx(final, rel=1e-6)
     (tmp_path / "link").symlink_to(tmp_path / "out")
-    with pytest.raises(InputError, match=r"^out_dir='\S+link' is model.path, which the result would overwrite"):
+    with pytest.raises(
+        InputError, match=r"^out_dir='\S+link' is model.path, which the result would overwrite"
+    ):
         train.main([*arguments, f"out_dir={tmp_path / 'link'}"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp8"])
 def test_low_precision_learns(config_file, tmp_path, precision):
-    train.main(["--config", str(config_file), f"precision={precision}", "steps=10", "validation.every=0"])
+    train.main(
+        ["--config", str(config_file), f"precision={precision}", "steps=10", "validation.every=0"]
+    )
     lines = metrics(tmp_path / "out")
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
     stored = minitrain.load_pretrained(tmp_path / "out").head_weight.dtype
@@ -163,12 +221,16 @@ def test_low_precision_learns(config_file, tmp_path, precision):
 
 def test_two_processes_train_as_one(config_file, tmp_path):
     train.main(["--config", str(config_file)])
-    done = torchrun(2, "-m", "minitrain.train", "--config", config_file, f"out_dir={tmp_path / 'two'}")
+    done = torchrun(
+        2, "-m", "minitrain.train", "--config", config_file, f"out_dir={tmp_path / 'two'}"
+    )
     assert done.returncode == 0, done.stderr
     for one, two in zip(metrics(tmp_path / "out"), metrics(tmp_path / "two"), strict=True):
         for key in one.keys() & {"loss", "grad_norm", "val_loss"}:
             assert two[key] == pytest.approx(one[key], rel=1e-5), key
-    ours, theirs = (dict(minitrain.load_pretrained(tmp_path / o).named_parameters()) for o in ("out", "two"))
+    ours, theirs = (
+        dict(minitrain.load_pretrained(tmp_path / o).named_parameters()) for o in ("out", "two")
+    )
     for name in ours:
         torch.testing.assert_close(theirs[name], ours[name], atol=1e-4, rtol=1e-4)
 
@@ -177,7 +239,10 @@ def test_errors_are_one_line_with_exit_code_2(config_file):
     wrong = ("-m", "minitrain.train", "--config", config_file, "optim.learning_rate=1")
     done = command(*wrong)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: unknown key optim.learning_rate") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: unknown key optim.learning_rate")
+        and done.stderr.count("\n") == 1
+    )
     done = command(*wrong, "--debug")
     assert done.returncode == 2 and "Traceback" in done.stderr
 
@@ -200,16 +265,24 @@ cli.run(main)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("program, streams, told", [
-    (PRINTING, ["stdout"], "error: [Errno 28] No space left on device\n"),
-    (PRINTING, ["stdout", "stderr"], None),
-    (PRINTING.replace("print(", "raise OSError("), ["stderr"], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program, streams, told",
+    [
+        (PRINTING, ["stdout"], "error: [Errno 28] No space left on device\n"),
+        (PRINTING, ["stdout", "stderr"], None),
+        (PRINTING.replace("print(", "raise OSError("), ["stderr"], None),
+    ],
+)
 def test_output_to_a_full_disk_is_one_line(unbuffered, program, streams, told):
     """And code 2, also where that line has no room."""
     with open("/dev/full", "w") as full:
-        ends = {name: full if name in streams else subprocess.PIPE for name in ("stdout", "stderr")}
-        words, environment = [sys.executable, "-c", program], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        ends = {
+            name: full if name in streams else subprocess.PIPE for name in ("stdout", "stderr")
+        }
+        words, environment = (
+            [sys.executable, "-c", program],
+            os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )
         done = subprocess.run(words, cwd=ROOT, env=environment, text=True, **ends)
     assert done.returncode == 2 and done.stderr == told
 
@@ -218,7 +291,10 @@ def test_a_slow_reader_is_waited_for():
     """Also where whoever has made the pipe lets nobody wait for it, so that writing fails while it is full."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    with subprocess.Popen([sys.executable, "-c", PRINTING], cwd=ROOT, stdout=writer) as process, open(reader) as pipe:
+    with (
+        subprocess.Popen([sys.executable, "-c", PRINTING], cwd=ROOT, stdout=writer) as process,
+        open(reader) as pipe,
+    ):
         os.close(writer)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(3)
@@ -232,12 +308,16 @@ def test_a_line_is_one_write(unbuffered):
 
     A datagram is what one write has written.
     """
-    program = "import sys" + PRINTING.replace("20_000", "3").replace(", i)", ", i, file=sys.stderr)")
+    program = "import sys" + PRINTING.replace("20_000", "3").replace(
+        ", i)", ", i, file=sys.stderr)"
+    )
     reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     reader.settimeout(60)
     with reader, writer:
         environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-        subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, stderr=writer, check=True)
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, stderr=writer, check=True
+        )
         assert [reader.recv(100) for _ in range(3)] == [b"line 0\n", b"line 1\n", b"line 2\n"]
 
 
@@ -278,12 +358,21 @@ def test_a_connection_that_breaks_is_an_error(monkeypatch, capsys):
     assert end.value.code == 2 and capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
-GRPO = ["task=grpo", "data.template=plain", "batch.seq_len=64", "batch.micro=1", "grpo.prompts=2", "grpo.group=2",
-        "rollout.max_tokens=6", "grpo.eval_samples=1"]  # fmt: skip
+GRPO = [
+    "task=grpo",
+    "data.template=plain",
+    "batch.seq_len=64",
+    "batch.micro=1",
+    "grpo.prompts=2",
+    "grpo.group=2",
+    "rollout.max_tokens=6",
+    "grpo.eval_samples=1",
+]
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["data.tokenizer={bytes}"], ["task=sft", "data.kind=jsonl"], ["data.kind=mock", *GRPO]]
+    "words",
+    [[], ["data.tokenizer={bytes}"], ["task=sft", "data.kind=jsonl"], ["data.kind=mock", *GRPO]],
 )
 def test_a_model_with_another_tokenizer_does_not_learn_bytes(config_file, tmp_path, words):
     """The default of data.tokenizer: 104 is a byte, and any token of the model's."""
@@ -292,7 +381,9 @@ def test_a_model_with_another_tokenizer_does_not_learn_bytes(config_file, tmp_pa
 
     base, chats = tmp_path / "base", tmp_path / "chats.jsonl"
     minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny")), base)
-    vocabulary = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", "line", "of", "text"])}, "?"))
+    vocabulary = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["?", "line", "of", "text"])}, "?")
+    )
     vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=vocabulary).save_pretrained(base)
     ByteTokenizer().save(tmp_path / "bytes")
@@ -300,35 +391,68 @@ def test_a_model_with_another_tokenizer_does_not_learn_bytes(config_file, tmp_pa
     words = [*words, f"data.path={chats}"] if "data.kind=jsonl" in words else words
     arguments = ["--config", str(config_file), f"model={base}"]
     arguments += [word.format(bytes=tmp_path / "bytes") for word in words]
-    with pytest.raises(InputError, match=rf"^data.tokenizer=\S*bytes: 4 of 258 ids .*in {base}/.*\(use \S*={base}\)$"):
+    with pytest.raises(
+        InputError,
+        match=rf"^data.tokenizer=\S*bytes: 4 of 258 ids .*in {base}/.*\(use \S*={base}\)$",
+    ):
         train.main(arguments)
     assert not (tmp_path / "out").exists()
     if not words:
         train.main([*arguments, f"data.tokenizer={base}", "steps=2"])
-        assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == vocabulary.get_vocab()
+        assert (
+            AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == vocabulary.get_vocab()
+        )
 
 
-@pytest.mark.parametrize("kind, words, saved", [
-    ("tokens", [], False), ("tokens", ["data.tokenizer={bytes}"], True), ("mock", [], False), ("mock", GRPO, True),
-])  # fmt: skip
-def test_a_model_comes_with_the_tokenizer_of_its_data_if_that_is_known(config_file, tmp_path, kind, words, saved):
+@pytest.mark.parametrize(
+    "kind, words, saved",
+    [
+        ("tokens", [], False),
+        ("tokens", ["data.tokenizer={bytes}"], True),
+        ("mock", [], False),
+        ("mock", GRPO, True),
+    ],
+)
+def test_a_model_comes_with_the_tokenizer_of_its_data_if_that_is_known(
+    config_file, tmp_path, kind, words, saved
+):
     np.save(tmp_path / "a.npy", np.arange(300, dtype=np.uint16) % 258)
     ByteTokenizer().save(tmp_path / "bytes")
-    words = [f"data.kind={kind}", f"data.path={tmp_path / 'a.npy'}", *words, "steps=1", "optim.warmup=0"]
+    words = [
+        f"data.kind={kind}",
+        f"data.path={tmp_path / 'a.npy'}",
+        *words,
+        "steps=1",
+        "optim.warmup=0",
+    ]
     words += ["validation.every=0", "data.validation=0"]
-    train.main(["--config", str(config_file), *(word.format(bytes=tmp_path / "bytes") for word in words)])
+    train.main(
+        ["--config", str(config_file), *(word.format(bytes=tmp_path / "bytes") for word in words)]
+    )
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert (tmp_path / "out" / "tokenizer.json").exists() == saved
 
 
 def test_settings_stand_before_and_behind_options(config_file, monkeypatch):
-    words = ["seed=1", "--deterministic", "steps=3", "--config", str(config_file), "validation.every=0"]
+    words = [
+        "seed=1",
+        "--deterministic",
+        "steps=3",
+        "--config",
+        str(config_file),
+        "validation.every=0",
+    ]
     found = []
     monkeypatch.setattr(train_model, "train", found.append)
     train.main(words)
     train.main([word for word in words if word != "--deterministic"])
     for config, deterministic in zip(found, (True, False), strict=True):
-        assert (config.seed, config.steps, config.validation.every, config.deterministic) == (1, 3, 0, deterministic)
+        assert (config.seed, config.steps, config.validation.every, config.deterministic) == (
+            1,
+            3,
+            0,
+            deterministic,
+        )
 
 
 @pytest.mark.parametrize(
@@ -337,11 +461,20 @@ def test_settings_stand_before_and_behind_options(config_file, monkeypatch):
         (["--config", "none.yaml"], "none.yaml does not exist"),
         ([], "the following arguments are required: --config"),
         (["--config", "{file}", "data.path=/nowhere/*.txt"], "no file matches '/nowhere"),
-        (["--config", "{file}", "model.vocab_size=100"], "model.vocab_size=100 is smaller than the tokenizer's 258"),
+        (
+            ["--config", "{file}", "model.vocab_size=100"],
+            "model.vocab_size=100 is smaller than the tokenizer's 258",
+        ),
         (["--config", "{file}", "batch.seq_len=4096"], "less than one row of batch.seq_len=4096"),
         (["--config", "{file}", "parallel.dp_shard=2"], "is not the number of ranks, 1"),
-        (["--config", "{file}", "out_dir=/dev/null/x"], "out_dir='/dev/null/x' cannot be created"),
-        (["--config", "{file}", "model.qk_norm=true"], "qk_norm=True cannot be saved as LlamaForCausalLM"),
+        (
+            ["--config", "{file}", "out_dir=/dev/null/x"],
+            "out_dir='/dev/null/x' cannot be created",
+        ),
+        (
+            ["--config", "{file}", "model.qk_norm=true"],
+            "qk_norm=True cannot be saved as LlamaForCausalLM",
+        ),
     ],
 )
 def test_training_mistakes(config_file, tmp_path, arguments, line):
@@ -354,7 +487,9 @@ def test_training_mistakes(config_file, tmp_path, arguments, line):
 def test_a_checkpoint_that_does_not_fit_is_an_error_and_stays(config_file, tmp_path):
     train.main(["--config", str(config_file)])
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
-    with pytest.raises(InputError, match=r"gate_proj.weight is \[192, 64\], and \[64, 64\] in the model"):
+    with pytest.raises(
+        InputError, match=r"gate_proj.weight is \[192, 64\], and \[64, 64\] in the model"
+    ):
         train.main(["--config", str(config_file), "model.intermediate_size=64", "steps=8"])
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
     train.main(["--config", str(config_file), "steps=8"])
@@ -364,7 +499,9 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_and_stays(config_file, tmp_p
 def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
     arguments = ["--config", str(config_file), "checkpoint.resume=false"]
     train.main(arguments)
-    with pytest.raises(InputError, match=r"checkpoint.resume=false, but .*out/checkpoints holds checkpoints"):
+    with pytest.raises(
+        InputError, match=r"checkpoint.resume=false, but .*out/checkpoints holds checkpoints"
+    ):
         train.main(arguments)
 
 
@@ -372,11 +509,23 @@ def test_a_run_without_resuming_needs_a_fresh_folder(config_file, tmp_path):
     "arguments, line",
     [
         (["--model", "/nowhere", "--prompt", "x"], "/nowhere"),
-        (["--model", "/nowhere", "--prompt", "x", "--temperature", "-1"], "-1 must be at least 0"),
-        (["--model", "/nowhere", "--prompt", "x", "--temperature", "inf"], "inf must be at least 0, and finite"),
+        (
+            ["--model", "/nowhere", "--prompt", "x", "--temperature", "-1"],
+            "-1 must be at least 0",
+        ),
+        (
+            ["--model", "/nowhere", "--prompt", "x", "--temperature", "inf"],
+            "inf must be at least 0, and finite",
+        ),
         (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "0"], "0 must be above 0"),
-        (["--model", "/nowhere", "--prompt", "x", "--max-tokens", "ten"], "invalid int value: 'ten'"),
-        (["--model", "/nowhere", "--prompt", "x", "--n", "100000000"], "100000000 must be above 0, and at most 65,536"),
+        (
+            ["--model", "/nowhere", "--prompt", "x", "--max-tokens", "ten"],
+            "invalid int value: 'ten'",
+        ),
+        (
+            ["--model", "/nowhere", "--prompt", "x", "--n", "100000000"],
+            "100000000 must be above 0, and at most 65,536",
+        ),
     ],
 )
 def test_generation_mistakes(arguments, line):
@@ -390,14 +539,29 @@ def test_generation_ends_where_transformers_does(tmp_path, capsys, name):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path)
+    minitrain.save_pretrained(
+        Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path
+    )
     ByteTokenizer().save(tmp_path)
-    arguments = ["--model", str(tmp_path), "--prompt", "a", "--max-tokens", "6", "--temperature", "0"]
-    sampled = AutoModelForCausalLM.from_pretrained(tmp_path).generate(torch.tensor([[97]]), max_new_tokens=6)
+    arguments = [
+        "--model",
+        str(tmp_path),
+        "--prompt",
+        "a",
+        "--max-tokens",
+        "6",
+        "--temperature",
+        "0",
+    ]
+    sampled = AutoModelForCausalLM.from_pretrained(tmp_path).generate(
+        torch.tensor([[97]]), max_new_tokens=6
+    )
     tokens = sampled[0].tolist()
     tree = json.loads((tmp_path / name).read_text()) if name == "config.json" else {}
     (tmp_path / name).write_text(json.dumps(tree | {"eos_token_id": [tokens[3], 257]}))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generate(torch.tensor([[97]]), max_new_tokens=6)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generate(
+        torch.tensor([[97]]), max_new_tokens=6
+    )
     assert theirs[0].tolist() == tokens[: tokens.index(tokens[3]) + 1]
     generate.main(arguments)
     assert capsys.readouterr().out == ByteTokenizer().decode(theirs[0].tolist()[:-1]) + "\n"
@@ -408,7 +572,9 @@ def test_generation_of_a_reply(tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path)
+    minitrain.save_pretrained(
+        Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path
+    )
     ByteTokenizer().save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
@@ -416,12 +582,24 @@ def test_generation_of_a_reply(tmp_path, capsys):
     )
     prompt = [256, *b"user: hi you: "]
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    reply = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :].tolist()
+    reply = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[
+        0, len(prompt) :
+    ].tolist()
     tree = json.loads((tmp_path / "tokenizer.json").read_text())
     end = next(token for token, number in tree["model"]["vocab"].items() if number == reply[2])
     tree["added_tokens"].append(tree["added_tokens"][0] | {"id": reply[2], "content": end})
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    arguments = ["--model", str(tmp_path), "--prompt", "hi", "--chat", "--max-tokens", "6", "--temperature", "0"]
+    arguments = [
+        "--model",
+        str(tmp_path),
+        "--prompt",
+        "hi",
+        "--chat",
+        "--max-tokens",
+        "6",
+        "--temperature",
+        "0",
+    ]
     for more, shown in (
         ([], [t for t in reply if t != reply[2]]),
         (["--stop", end], reply[: reply.index(reply[2])]),
@@ -433,13 +611,17 @@ def test_generation_of_a_reply(tmp_path, capsys):
 def test_without_a_terminal_lines_come_again_after_a_pause(config_file, monkeypatch, capsys):
     monkeypatch.setattr("minitrain.run.monitor.metrics.PAUSE", 0.0)
     train.main(["--config", str(config_file)])
-    assert re.findall("^step (.*): loss", capsys.readouterr().out, re.MULTILINE) == [f"{n} of 6" for n in range(1, 7)]
+    assert re.findall("^step (.*): loss", capsys.readouterr().out, re.MULTILINE) == [
+        f"{n} of 6" for n in range(1, 7)
+    ]
 
 
 def test_the_home_folder_is_meant_behind_an_equals_sign_too(tmp_path, monkeypatch):
     """Where no shell expands it: else folders are made below one that is called `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(InputError, match=rf"^--out {tmp_path}/base is --model, which would be overwritten"):
+    with pytest.raises(
+        InputError, match=rf"^--out {tmp_path}/base is --model, which would be overwritten"
+    ):
         merge.main(["--model=~/base", "--adapter=~/adapter", "--out=~/base"])
     words = ["--report", "--out=~/report", "--json=~/rows", "--trace=~/trace", "--system=~/gpu"]
     options = vars(bench.parser().parse_args(words))
@@ -449,7 +631,10 @@ def test_the_home_folder_is_meant_behind_an_equals_sign_too(tmp_path, monkeypatc
     for main, words in (
         (train.main, ["--config=~/none"]),
         (generate.main, ["--model=~/none", "--prompt=a"]),
-        (generate.main, ["--task=diffusion", "--model=~/none", "--prompts=shapes", "--out=~/out"]),
+        (
+            generate.main,
+            ["--task=diffusion", "--model=~/none", "--prompts=shapes", "--out=~/out"],
+        ),
     ):
         with pytest.raises(InputError, match=f"{tmp_path}/none"):
             main(words)
@@ -468,32 +653,63 @@ def test_a_user_whom_the_container_does_not_know_has_a_name(monkeypatch):
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     unknown = "import getpass, pwd; pwd.getpwuid = {}.__getitem__; import minitrain; print(getpass.getuser())"
-    done = subprocess.run([sys.executable, "-c", unknown], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", unknown], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stdout == f"uid{os.getuid()}\n", done.stderr
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_of_what_torchrun_sets_is_one_line(config_file, monkeypatch, missing):
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
     result = command("-m", "minitrain.train", "--config", str(config_file))
     assert result.returncode == 2
-    assert result.stderr == f"error: WORLD_SIZE is set without {missing} (start with torchrun, or unset WORLD_SIZE)\n"
+    assert (
+        result.stderr
+        == f"error: WORLD_SIZE is set without {missing} (start with torchrun, or unset WORLD_SIZE)\n"
+    )
 
 
-@pytest.mark.parametrize(("name", "value", "problem"), [
-    ("WORLD_SIZE", "", "WORLD_SIZE='' is not a number"),
-    ("RANK", "node-1", "RANK='node-1' is not a number"),
-    ("MASTER_PORT", "tcp://10.0.0.1:23456", "MASTER_PORT='tcp://10.0.0.1:23456' is not a number"),
-    ("RANK", "2", "RANK=2 is not one of WORLD_SIZE=2, which count from 0"),
-    ("RANK", "-1", "RANK=-1 is not one of WORLD_SIZE=2, which count from 0"),
-])  # fmt: skip
-def test_what_a_launcher_cannot_mean_is_one_line(config_file, monkeypatch, tmp_path, name, value, problem):
-    environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"} | {name: value}
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("WORLD_SIZE", "", "WORLD_SIZE='' is not a number"),
+        ("RANK", "node-1", "RANK='node-1' is not a number"),
+        (
+            "MASTER_PORT",
+            "tcp://10.0.0.1:23456",
+            "MASTER_PORT='tcp://10.0.0.1:23456' is not a number",
+        ),
+        ("RANK", "2", "RANK=2 is not one of WORLD_SIZE=2, which count from 0"),
+        ("RANK", "-1", "RANK=-1 is not one of WORLD_SIZE=2, which count from 0"),
+    ],
+)
+def test_what_a_launcher_cannot_mean_is_one_line(
+    config_file, monkeypatch, tmp_path, name, value, problem
+):
+    environment = {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    } | {name: value}
     for each, setting in environment.items():
         monkeypatch.setenv(each, setting)
-    result = command("-m", "minitrain.train", "--config", str(config_file), f"out_dir={tmp_path}/out", timeout=60)
+    result = command(
+        "-m",
+        "minitrain.train",
+        "--config",
+        str(config_file),
+        f"out_dir={tmp_path}/out",
+        timeout=60,
+    )
     assert result.returncode == 2
     assert result.stderr == f"error: {problem} (start with torchrun, or unset WORLD_SIZE)\n"
 
@@ -505,7 +721,9 @@ def test_more_processes_than_gpus(monkeypatch):
         monkeypatch.setenv(name, value)
     assert pick_device("auto") == torch.device("cuda", 3)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with pytest.raises(InputError, match=re.escape("8 processes on this node, but torch sees 4 GPUs here")):
+    with pytest.raises(
+        InputError, match=re.escape("8 processes on this node, but torch sees 4 GPUs here")
+    ):
         pick_device("auto")
     assert pick_device("cpu") == torch.device("cpu")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")  # nobody but torchrun says it
@@ -522,7 +740,9 @@ def gpus_of(seen: list[list[str]], environment: dict[str, str]) -> str:
     with (
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(torch.cuda, "device_count", lambda: len(own)),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=own[0])),
+        mock.patch.object(
+            torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=own[0])
+        ),
     ):
         try:
             check_own_gpus(torch.device("cuda", 0))
@@ -534,7 +754,11 @@ def gpus_of(seen: list[list[str]], environment: dict[str, str]) -> str:
 def test_processes_that_see_one_gpu_each_have_their_own(pool):
     told = {"LOCAL_RANK": "0"}
     assert pool.run(3, gpus_of, [["a"], ["b"], ["c"]], told) == ["right"] * 3
-    assert pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], told) == ["right"] * 3  # which take one by their rank
+    assert (
+        pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], told) == ["right"] * 3
+    )  # which take one by their rank
     same = "ranks {} and {} have the same GPU (start one process for each GPU)".format
     assert pool.run(3, gpus_of, [["a"], ["b"], ["b"]], told) == [same(1, 2)] * 3
-    assert pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], {}) == [same(0, 1)] * 3  # nobody says which is whose
+    assert (
+        pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], {}) == [same(0, 1)] * 3
+    )  # nobody says which is whose

@@ -18,7 +18,9 @@ NEXT = r"^next\b.*(minitrain|open)|\bopen it|makes a page of it"
 
 
 @pytest.mark.parametrize("videos", [False, True])
-def test_every_command_says_what_it_wrote_and_what_is_next(request, tmp_path, monkeypatch, capsys, videos):
+def test_every_command_says_what_it_wrote_and_what_is_next(
+    request, tmp_path, monkeypatch, capsys, videos
+):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     (tmp_path / "texts").mkdir()
@@ -30,33 +32,97 @@ def test_every_command_says_what_it_wrote_and_what_is_next(request, tmp_path, mo
     size = "batch.global=2 batch.micro=2 batch.seq_len=32 steps=2 checkpoint.every=1 device=cpu"
     model = "model={name:llama3-8b-tiny,vocab_size:258,num_layers:1}".replace(":", ": ")
     tokens = "data.kind=tokens data.path=tokens data.tokenizer=tok data.document_end=257"
-    chats = "task=lora data.kind=jsonl data.path=chats.jsonl data.tokenizer=tok model=run lora.rank=2"
+    chats = (
+        "task=lora data.kind=jsonl data.path=chats.jsonl data.tokenizer=tok model=run lora.rank=2"
+    )
     train = ["train", "--config", "empty.yaml", *size.split()]
     ends = [
-        ("tokens", ["tokenize", "--tokenizer", "tok", "--out", "tokens", "--processes", "1", "texts"]),
+        (
+            "tokens",
+            ["tokenize", "--tokenizer", "tok", "--out", "tokens", "--processes", "1", "texts"],
+        ),
         ("run", [*train, model, *tokens.split(), "out_dir=run"]),
         ("run/curves.svg", ["curves", "run"]),
         ("half", ["export", "--run", "run", "--step", "1", "--out", "half"]),
         (None, ["evaluate", "--model", "half", "--device", "cpu", "texts/0.txt"]),
-        ("answers.jsonl", ["generate", "--model", "run", "--prompts", "texts/0.txt", "--out", "answers.jsonl",
-                           "--max-tokens", "1", "--device", "cpu"]),
+        (
+            "answers.jsonl",
+            [
+                "generate",
+                "--model",
+                "run",
+                "--prompts",
+                "texts/0.txt",
+                "--out",
+                "answers.jsonl",
+                "--max-tokens",
+                "1",
+                "--device",
+                "cpu",
+            ],
+        ),
         ("random", [*train, model, "out_dir=random"]),  # a model without a tokenizer
         ("late", ["export", "--run", "random", "--out", "late"]),
         ("lora", [*train, *chats.split(), "out_dir=lora"]),
-        (None, ["evaluate", "--model", "run", "--adapter", "lora", "--chat", "--device", "cpu", "chats.jsonl"]),
+        (
+            None,
+            [
+                "evaluate",
+                "--model",
+                "run",
+                "--adapter",
+                "lora",
+                "--chat",
+                "--device",
+                "cpu",
+                "chats.jsonl",
+            ],
+        ),
         ("merged", ["merge", "--model", "run", "--adapter", "lora", "--out", "merged"]),
-        ("r.json", ["bench", "--config", "empty.yaml", model, *size.split()[:3], "device=cpu", "--steps", "1",
-                    "--warmup", "0", "--json", "r.json"]),
-    ]  # fmt: skip
+        (
+            "r.json",
+            [
+                "bench",
+                "--config",
+                "empty.yaml",
+                model,
+                *size.split()[:3],
+                "device=cpu",
+                "--steps",
+                "1",
+                "--warmup",
+                "0",
+                "--json",
+                "r.json",
+            ],
+        ),
+    ]
     if videos:
         encoders = str(request.getfixturevalue("folder"))
-        save_pretrained(Wan(model_config("wan2.1-1.3b-tiny", num_layers=1, in_channels=8, out_channels=8)), "shapes")
+        save_pretrained(
+            Wan(model_config("wan2.1-1.3b-tiny", num_layers=1, in_channels=8, out_channels=8)),
+            "shapes",
+        )
         draw = ["generate", "--task", "diffusion", "--device", "cpu", "--steps", "1", "--model"]
         ends = [
-            ("latents", ["encode-video", "--encoders", encoders, "--out", "latents", "--size", "32", "48",
-                         "--device", "cpu", f"{encoders}/videos"]),
+            (
+                "latents",
+                [
+                    "encode-video",
+                    "--encoders",
+                    encoders,
+                    "--out",
+                    "latents",
+                    "--size",
+                    "32",
+                    "48",
+                    "--device",
+                    "cpu",
+                    f"{encoders}/videos",
+                ],
+            ),
             ("sheet.png", [*draw, "shapes", "--prompts", "shapes", "--out", "sheet.png"]),
-        ]  # fmt: skip
+        ]
     for path, words in ends:
         dispatch(words)
         streams = [text.strip().splitlines() for text in capsys.readouterr()]
@@ -69,6 +135,9 @@ def test_every_command_says_what_it_wrote_and_what_is_next(request, tmp_path, mo
             capsys.readouterr()
         if words[0] == "evaluate":
             adapter, chat = (" --adapter lora", " --chat") if "--chat" in words else ("", "")
-            assert last[0] == f"next: minitrain generate --model {words[2]}{adapter}{chat} --prompt TEXT"
+            assert (
+                last[0]
+                == f"next: minitrain generate --model {words[2]}{adapter}{chat} --prompt TEXT"
+            )
     if not videos:
         assert {words[0] for _, words in ends} == FILES.keys() - {"encode-video"}

@@ -19,7 +19,9 @@ from tests.helpers.commands import ROOT
 @pytest.fixture
 def folder(tmp_path):
     torch.manual_seed(3)
-    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path / "m")
+    minitrain.save_pretrained(
+        Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path / "m"
+    )
     ByteTokenizer().save(tmp_path / "m")
     return tmp_path / "m"
 
@@ -29,7 +31,9 @@ def replies(folder, prompt: str | list[int], count: int = 6) -> str:
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([list(prompt.encode()) if isinstance(prompt, str) else prompt])
-    found = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    found = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)[
+        0, ids.shape[1] :
+    ]
     return ByteTokenizer().decode([token for token in found.tolist() if token != 257])
 
 
@@ -47,7 +51,9 @@ def test_a_conversation_has_all_that_was_said_before(folder, monkeypatch, capsys
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
 def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name):
     prompts = ["ab", "c", "a longer one"]
-    lines = [json.dumps({"prompt": prompt}) if name.endswith("l") else prompt for prompt in prompts]
+    lines = [
+        json.dumps({"prompt": prompt}) if name.endswith("l") else prompt for prompt in prompts
+    ]
     (tmp_path / name).write_text("\n".join(lines) + "\n")
     expected = [{"prompt": prompt, "text": replies(folder, prompt)} for prompt in prompts]
     words = ["--model", str(folder), "--prompts", str(tmp_path / name), *WORDS]
@@ -75,7 +81,9 @@ def test_lines_of_a_file_of_prompts_end_where_editors_end_them(folder, tmp_path,
 
 
 def test_the_sampler_gives_text(folder):
-    sampler = minitrain.Sampler(minitrain.load_pretrained(folder), minitrain.load_tokenizer(folder))
+    sampler = minitrain.Sampler(
+        minitrain.load_pretrained(folder), minitrain.load_tokenizer(folder)
+    )
     params = minitrain.SamplingParams(max_tokens=6, temperature=0)
     expected = [replies(folder, prompt) for prompt in ("ab", "xyz")]
     assert sampler.generate_text(["ab", "xyz"], params) == expected
@@ -84,18 +92,24 @@ def test_the_sampler_gives_text(folder):
     assert not sampler.busy
 
 
-@pytest.mark.parametrize("words, line", [
-    (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts: give one of them"),
-    (["--prompt", "a", "--out", "b"], r"--out is for the answers to --prompts \(add it\)"),
-    (["--prompt", "a", "--system", "b"], r"--system is of a chat \(add --chat\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts: give one of them"),
+        (["--prompt", "a", "--out", "b"], r"--out is for the answers to --prompts \(add it\)"),
+        (["--prompt", "a", "--system", "b"], r"--system is of a chat \(add --chat\)"),
+    ],
+)
 def test_options_that_would_be_lost_are_refused(folder, words, line):
     with pytest.raises(InputError, match=line):
         generate.main(["--model", str(folder), *words])
 
 
 def test_a_prompt_is_needed(folder):
-    with pytest.raises(InputError, match=r"--prompt is missing \(or --prompts FILE, or --chat alone to converse\)"):
+    with pytest.raises(
+        InputError,
+        match=r"--prompt is missing \(or --prompts FILE, or --chat alone to converse\)",
+    ):
         generate.main(["--model", str(folder)])
 
 
@@ -103,6 +117,8 @@ def test_the_snippet_of_the_readme_runs(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "out").mkdir()
     folder.rename(tmp_path / "out" / "arithmetic")
     monkeypatch.chdir(tmp_path)
-    snippet = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    snippet = re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S
+    )[1]
     exec(snippet, {})
     assert (tmp_path / "copy" / "model.safetensors").exists() and capsys.readouterr().out

@@ -25,21 +25,38 @@ from minitrain.settings import Data
 @pytest.fixture
 def folder(tmp_path):
     torch.manual_seed(3)
-    minitrain.save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path / "m")
+    minitrain.save_pretrained(
+        Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path / "m"
+    )
     ByteTokenizer().save(tmp_path / "m")
     return tmp_path / "m"
 
 
 @pytest.mark.parametrize(("suffix", "processes"), [("txt", "1"), ("jsonl", "2")])
-def test_tokenized_files_give_the_rows_of_the_texts(tmp_path, monkeypatch, capsys, suffix, processes):
+def test_tokenized_files_give_the_rows_of_the_texts(
+    tmp_path, monkeypatch, capsys, suffix, processes
+):
     monkeypatch.setattr(tokenize_files, "MOST", 3)
     (tmp_path / "in").mkdir()
     for number in range(7):
         text = f"Document {number}, {'long ' * 9 * number}end"
         lines = [json.dumps({"text": f"{part}: {text}"}) for part in range(3)]
-        (tmp_path / "in" / f"{number}.{suffix}").write_text(text if suffix == "txt" else "\n".join(lines))
+        (tmp_path / "in" / f"{number}.{suffix}").write_text(
+            text if suffix == "txt" else "\n".join(lines)
+        )
     out = tmp_path / "new" / "my tokens"
-    dispatch(["tokenize", "--tokenizer", "bytes", "--out", str(out), "--processes", processes, str(tmp_path / "in")])
+    dispatch(
+        [
+            "tokenize",
+            "--tokenizer",
+            "bytes",
+            "--out",
+            str(out),
+            "--processes",
+            processes,
+            str(tmp_path / "in"),
+        ]
+    )
     _, advice = capsys.readouterr().out.split("next: minitrain ")
     shards = sorted(out.glob("*.npy"))
     assert len(shards) == 3 and all(np.load(shard).dtype == np.uint16 for shard in shards)
@@ -52,7 +69,14 @@ def test_tokenized_files_give_the_rows_of_the_texts(tmp_path, monkeypatch, capsy
             assert torch.equal(column, tokens.row(number)[key])
     # what is printed works as it is typed, and makes a model with its tokenizer
     monkeypatch.chdir(tmp_path)
-    small = ["device=cpu", "compile=false", "precision=fp32", "steps=1", "validation.every=0", "optim.warmup=0"]
+    small = [
+        "device=cpu",
+        "compile=false",
+        "precision=fp32",
+        "steps=1",
+        "validation.every=0",
+        "optim.warmup=0",
+    ]
     small += ["batch.global=1", "batch.micro=1", "batch.seq_len=32", "data.validation=0"]
     model = "model={name: llama3.1-8b-tiny, num_layers: 1, vocab_size: 258}"
     dispatch([*shlex.split(advice), *small, "out_dir=my run", model])
@@ -90,14 +114,27 @@ def losses(folder, documents: list[list[int]], length: int) -> list[float]:
 
 
 def numbers(text: str) -> list[float]:
-    return [float(number) for number in re.findall(r"[\d.]+\d", text.replace(",", "").splitlines()[0])]
+    return [
+        float(number) for number in re.findall(r"[\d.]+\d", text.replace(",", "").splitlines()[0])
+    ]
 
 
 def test_evaluate_says_the_loss_of_transformers(folder, tmp_path, capsys):
     texts = ["a first text", "né", "a longer text, in two pieces and a bit" * 2]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
-    dispatch(["evaluate", "--model", str(folder), "--device", "cpu", "--seq-len", "32", str(tmp_path / "*.txt")])
+    dispatch(
+        [
+            "evaluate",
+            "--model",
+            str(folder),
+            "--device",
+            "cpu",
+            "--seq-len",
+            "32",
+            str(tmp_path / "*.txt"),
+        ]
+    )
     bytes_of = [len(text.encode()) for text in texts]
     each = losses(folder, [[*text.encode(), 257] for text in texts], 32)
     loss = sum(each) / len(each)
@@ -111,11 +148,23 @@ def test_evaluate_counts_chats_that_are_exactly_right(folder, tmp_path, capsys):
     prompt = list(b"hi\n")
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.generation_config.eos_token_id = None
-    best = model.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False, pad_token_id=0)[0, 3].item()
+    best = model.generate(
+        torch.tensor([prompt]), max_new_tokens=1, do_sample=False, pad_token_id=0
+    )[0, 3].item()
     chats = [("hi", "no"), ("hi", "other")]
     lines = [json.dumps({"prompt": ask, "response": reply}) + "\n" for ask, reply in chats]
     (tmp_path / "chats.jsonl").write_text("".join(lines))
-    dispatch(["evaluate", "--model", str(folder), "--device", "cpu", "--chat", str(tmp_path / "chats.jsonl")])
+    dispatch(
+        [
+            "evaluate",
+            "--model",
+            str(folder),
+            "--device",
+            "cpu",
+            "--chat",
+            str(tmp_path / "chats.jsonl"),
+        ]
+    )
     each = []
     for _, reply in chats:
         ids = [*prompt, *reply.encode(), 257]
@@ -136,14 +185,23 @@ def test_a_checkpoint_of_a_run_is_exported_as_that_run_would_end(tmp_path, capsy
     validation.every=1 data.validation_path={tmp_path}/held.txt""".split()
     (tmp_path / "config.yaml").write_text("")
     for run, more in (("one", "steps=1"), ("two", "steps=2")):
-        arguments = ["--config", str(tmp_path / "config.yaml"), model, *words, f"out_dir={tmp_path}/{run}", more]
+        arguments = [
+            "--config",
+            str(tmp_path / "config.yaml"),
+            model,
+            *words,
+            f"out_dir={tmp_path}/{run}",
+            more,
+        ]
         train.main(arguments)
     # of a save that goes on
     live = tmp_path / "two" / "checkpoints" / "step-00000003.tmp"
     live.mkdir()
     # as an earlier version wrote it, with a setting that is gone
     saved = tmp_path / "two" / "config.yaml"
-    saved.write_text(saved.read_text().replace("\nparallel:\n", "\nparallel:\n  async_tp: false\n"))
+    saved.write_text(
+        saved.read_text().replace("\nparallel:\n", "\nparallel:\n  async_tp: false\n")
+    )
     assert "async_tp" in saved.read_text()
     capsys.readouterr()
     for step, more in ((1, ["--step", "1"]), (2, [])):
@@ -153,14 +211,18 @@ def test_a_checkpoint_of_a_run_is_exported_as_that_run_would_end(tmp_path, capsy
         whole = tmp_path / {1: "one", 2: "two"}[step]
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
             assert (out / name).read_bytes() == (whole / name).read_bytes()
-        assert {str(x.dtype) for x in load_file(out / "model.safetensors").values()} == {"torch.float32"}
+        assert {str(x.dtype) for x in load_file(out / "model.safetensors").values()} == {
+            "torch.float32"
+        }
     assert live.exists()
     for run, more, message in (
         ("two", ["--step", "7"], r"checkpoints holds steps \[1, 2\], not 7"),
         ("none", [], "none/checkpoints holds no checkpoint"),
     ):
         with pytest.raises(InputError, match=message):
-            dispatch(["export", "--run", str(tmp_path / run), "--out", str(tmp_path / "new"), *more])
+            dispatch(
+                ["export", "--run", str(tmp_path / run), "--out", str(tmp_path / "new"), *more]
+            )
     assert not (tmp_path / "new").exists()
     train.main(["--config", str(saved), "steps=3"])
     lines = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()

@@ -14,7 +14,14 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from minitrain.data.chat.chat_templates import PLAIN, Message
-from minitrain.data.chat.chats import encode_after, encode_chat, make_sample, read_messages, read_shown, split_reply
+from minitrain.data.chat.chats import (
+    encode_after,
+    encode_chat,
+    make_sample,
+    read_messages,
+    read_shown,
+    split_reply,
+)
 from minitrain.data.chat.sft import MockChats
 from minitrain.data.datasets import open_dataset
 from minitrain.data.tokenizer import ByteTokenizer
@@ -34,8 +41,15 @@ from tests.helpers.oracle import check_close
 
 
 def test_plain_by_hand():
-    chat = [Message("system", "s"), Message("user", "q"), Message("assistant", "ab"), Message("user", "r")]
-    tokens, said = encode_chat([*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer())
+    chat = [
+        Message("system", "s"),
+        Message("user", "q"),
+        Message("assistant", "ab"),
+        Message("user", "r"),
+    ]
+    tokens, said = encode_chat(
+        [*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer()
+    )
     assert tokens.tolist() == [*b"s\nq\nab", 257, *b"r\n", 257, *b"?\n"]
     assert np.flatnonzero(said).tolist() == [4, 5, 6, 9]
     sample = make_sample(tokens, said)
@@ -46,8 +60,12 @@ def test_plain_by_hand():
 
 
 def test_a_text_whose_first_token_would_take_from_the_one_before_is_encoded_alone():
-    tokenizer = SimpleNamespace(encode={"a": [1], "b": [2], "ab": [3], "c": [4], "ac": [1, 5]}.get)
-    assert encode_after("a", "b", tokenizer.encode) == [2] and encode_after("a", "c", tokenizer.encode) == [5]
+    tokenizer = SimpleNamespace(
+        encode={"a": [1], "b": [2], "ab": [3], "c": [4], "ac": [1, 5]}.get
+    )
+    assert encode_after("a", "b", tokenizer.encode) == [2] and encode_after(
+        "a", "c", tokenizer.encode
+    ) == [5]
 
 
 # --------------------------------------------------------------------------------------------------------------- lines
@@ -58,39 +76,119 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
 @pytest.mark.parametrize(
     "record, messages",
     [
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "id": 3}, PAIR),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, PAIR),
-        ({"conversations": [{"from": "system", "value": ""}, {"from": "human", "value": "q"},
-                            {"from": "gpt", "value": "a"}]}, [Message("system", ""), *PAIR]),
-        ({"messages": [{"role": "user", "content": "q", "thinking": None},
-                       {"role": "assistant", "content": "a", "tool_calls": [], "weight": 1}], "tools": []}, PAIR),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "a"},
+                ],
+                "id": 3,
+            },
+            PAIR,
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            PAIR,
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": ""},
+                    {"from": "human", "value": "q"},
+                    {"from": "gpt", "value": "a"},
+                ]
+            },
+            [Message("system", ""), *PAIR],
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "q", "thinking": None},
+                    {"role": "assistant", "content": "a", "tool_calls": [], "weight": 1},
+                ],
+                "tools": [],
+            },
+            PAIR,
+        ),
         ({"prompt": "q", "completion": "a"}, PAIR),
         ({"problem": "q", "generated_solution": "a", "expected_answer": "5"}, PAIR),
         ({"instruction": "q", "input": "", "output": "a"}, PAIR),
         ({"instruction": "q", "input": "i", "output": "a"}, [Message("user", "q\ni"), PAIR[1]]),
         ({"input": "q", "output": "a"}, PAIR),
         ({"question": "q", "input": "", "answer": "a", "choices": []}, PAIR),
-        ({"system_message": "s", "question": "q", "response": "a", "weight": 1.0, "label": 0},
-         [Message("system", "s"), *PAIR]),
-        ({"messages": [{"role": "user", "content": "q", "train": False},  # as Axolotl's own example has it
-                       {"role": "assistant", "content": "a", "train": True, "weight": None, "mask": 0}],
-          "choices": ["a"], "loss": 1.5}, PAIR),
-        ({"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"},  # Dolly
-         [Message("user", "q\nc"), PAIR[1]]),
+        (
+            {"system_message": "s", "question": "q", "response": "a", "weight": 1.0, "label": 0},
+            [Message("system", "s"), *PAIR],
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": "q",
+                        "train": False,
+                    },  # as Axolotl's own example has it
+                    {
+                        "role": "assistant",
+                        "content": "a",
+                        "train": True,
+                        "weight": None,
+                        "mask": 0,
+                    },
+                ],
+                "choices": ["a"],
+                "loss": 1.5,
+            },
+            PAIR,
+        ),
+        (
+            {
+                "instruction": "q",
+                "context": "c",
+                "response": "a",
+                "category": "closed_qa",
+            },  # Dolly
+            [Message("user", "q\nc"), PAIR[1]],
+        ),
         ({"instruction": "q", "context": "", "response": "a"}, PAIR),
         ({"question": "q", "context": "c", "answer": "a"}, [Message("user", "q\nc"), PAIR[1]]),
-        ({"system_prompt": "s", "question": "q", "response": "a"}, [Message("system", "s"), *PAIR]),  # OpenOrca
+        (
+            {"system_prompt": "s", "question": "q", "response": "a"},
+            [Message("system", "s"), *PAIR],
+        ),  # OpenOrca
         ({"system_prompt": "", "question": "q", "response": "a"}, PAIR),
-        ({"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-         [Message("system", "s"), *PAIR]),  # ShareGPT
-        ({"system": "t", "messages": [{"role": "system", "content": "t"}, {"role": "user", "content": "q"},
-                                      {"role": "assistant", "content": "a"}]}, [Message("system", "t"), *PAIR]),
-        ({"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}},
-         [Message("user", "Context: c Question: q Answer:"), PAIR[1]]),
-        ({"context": "c", "question": "q", "answers": [{"text": "a"}]},
-         [Message("user", "Context: c Question: q Answer:"), PAIR[1]]),
+        (
+            {
+                "system": "s",
+                "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+            },
+            [Message("system", "s"), *PAIR],
+        ),  # ShareGPT
+        (
+            {
+                "system": "t",
+                "messages": [
+                    {"role": "system", "content": "t"},
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "a"},
+                ],
+            },
+            [Message("system", "t"), *PAIR],
+        ),
+        (
+            {
+                "context": "c",
+                "question": "q",
+                "answers": {"text": ["a", "b"], "answer_start": [0, 1]},
+            },
+            [Message("user", "Context: c Question: q Answer:"), PAIR[1]],
+        ),
+        (
+            {"context": "c", "question": "q", "answers": [{"text": "a"}]},
+            [Message("user", "Context: c Question: q Answer:"), PAIR[1]],
+        ),
     ],
-)  # fmt: skip
+)
 def test_usual_keys(record, messages):
     assert read_messages(record) == messages
 
@@ -103,37 +201,81 @@ def test_usual_keys(record, messages):
         ('{"prompt": "q", "response": ""}', "a.jsonl:2: 'response' is empty"),
         ('{"prompt": "q", "response": 5}', "a.jsonl:2: 'response' must be text, not int"),
         ('{"prompt": " ", "response": "a"}', "a.jsonl:2: 'prompt' is empty"),
-        ('{"messages": [{"role": "user", "content": "\\n"}, {"role": "assistant", "content": "a"}]}',
-         r"a.jsonl:2: 'messages'\[0\]: 'content' is empty"),
+        (
+            '{"messages": [{"role": "user", "content": "\\n"}, {"role": "assistant", "content": "a"}]}',
+            r"a.jsonl:2: 'messages'\[0\]: 'content' is empty",
+        ),
         ('{"messages": "q"}', "a.jsonl:2: 'messages' must be a list of objects"),
         ('{"messages": []}', "a.jsonl:2: 'messages' has no message of the assistant"),
         ('{"messages": [{"role": "user"}]}', r"a.jsonl:2: 'messages'\[0\]: no key 'content'"),
-        ('{"messages": [{"role": "critic", "content": ""}]}', r"'messages'\[0\]: the role 'critic' is not system"),
-        ('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]}',
-         r"a.jsonl:2: 'messages'\[1\]: 'weight' is 0.5, but a reply is learned or not .1 and true, or 0 and false."),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-         r"'messages'\[0\]: part 0 of its content is 'image', not text"),
-        ('{"messages": [{"role": "assistant", "content": null}]}', r"'messages'\[0\]: 'content' must be text, not N"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}',
-         r"'messages'\[0\]: 'tool_calls' must be a list of objects with 'function': {'name': ...}"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}',
-         r"'messages'\[0\]: 'arguments' is a text that is not valid JSON"),
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]}',
-         r"'messages'\[0\]: 'arguments' must be a dict, not list"),
-        ('{"prompt": "q", "response": "a", "tools": {"name": "f"}}', "a.jsonl:2: 'tools' must be a list, not dict"),
-        ('{"prompt": "q", "response": "a", "tools": [{}]}', "a.jsonl:2: 'tools' is not supported by data.template"),
-        ('{"prompt": "q", "response": "a", "thinking": "t"}', "'reasoning_content' is not supported by data.template"),
-        ('{"system": "s", "messages": [{"role": "system", "content": "t"}, {"role": "assistant", "content": "a"}]}',
-         "a.jsonl:2: 'system' and a message of the system say different things"),
-        ('{"prompt": "q", "response": "a", "label": false}', "a.jsonl:2: 'label' is false, as of KTO's bad replies"),
-        ('{"context": "c", "question": "q", "answers": {"text": []}}', "a.jsonl:2: 'answers' must hold a text"),
-        ('{"prompt": "q", "context": ["c"], "response": "a"}', "a.jsonl:2: 'context' must be text, not list"),
-        ('{"prompt": "q", "history": [["p", "b"]], "response": "a"}', "a.jsonl:2: 'history' is not supported .write"),
-        ('{"prompt": "q", "system": 5, "response": "a"}', "a.jsonl:2: 'system' must be text, not int"),
+        (
+            '{"messages": [{"role": "critic", "content": ""}]}',
+            r"'messages'\[0\]: the role 'critic' is not system",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]}',
+            r"a.jsonl:2: 'messages'\[1\]: 'weight' is 0.5, but a reply is learned or not .1 and true, or 0 and false.",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            r"'messages'\[0\]: part 0 of its content is 'image', not text",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": null}]}',
+            r"'messages'\[0\]: 'content' must be text, not N",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}',
+            r"'messages'\[0\]: 'tool_calls' must be a list of objects with 'function': {'name': ...}",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}',
+            r"'messages'\[0\]: 'arguments' is a text that is not valid JSON",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]}',
+            r"'messages'\[0\]: 'arguments' must be a dict, not list",
+        ),
+        (
+            '{"prompt": "q", "response": "a", "tools": {"name": "f"}}',
+            "a.jsonl:2: 'tools' must be a list, not dict",
+        ),
+        (
+            '{"prompt": "q", "response": "a", "tools": [{}]}',
+            "a.jsonl:2: 'tools' is not supported by data.template",
+        ),
+        (
+            '{"prompt": "q", "response": "a", "thinking": "t"}',
+            "'reasoning_content' is not supported by data.template",
+        ),
+        (
+            '{"system": "s", "messages": [{"role": "system", "content": "t"}, {"role": "assistant", "content": "a"}]}',
+            "a.jsonl:2: 'system' and a message of the system say different things",
+        ),
+        (
+            '{"prompt": "q", "response": "a", "label": false}',
+            "a.jsonl:2: 'label' is false, as of KTO's bad replies",
+        ),
+        (
+            '{"context": "c", "question": "q", "answers": {"text": []}}',
+            "a.jsonl:2: 'answers' must hold a text",
+        ),
+        (
+            '{"prompt": "q", "context": ["c"], "response": "a"}',
+            "a.jsonl:2: 'context' must be text, not list",
+        ),
+        (
+            '{"prompt": "q", "history": [["p", "b"]], "response": "a"}',
+            "a.jsonl:2: 'history' is not supported .write",
+        ),
+        (
+            '{"prompt": "q", "system": 5, "response": "a"}',
+            "a.jsonl:2: 'system' must be text, not int",
+        ),
         ('{"context": "c", "answers": ["a"]}', "a.jsonl:2: no key 'question'"),
         ('{"prompt": ', "a.jsonl:2: not valid JSON"),
     ],
-)  # fmt: skip
+)
 def test_a_line_that_is_no_chat_is_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('{"prompt": "q", "response": "a"}\n' + line + "\n")
     with pytest.raises(InputError, match=message) as error:
@@ -144,27 +286,65 @@ def test_a_line_that_is_no_chat_is_named(tmp_path, line, message):
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 LAYOUTS = {
     "messages": CHAT,
-    "conversations": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "conversations": {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    },
     "pair": {"prompt": "q", "completion": "a"},
     "alpaca": {"instruction": "q", "output": "a"},
     "squad": {"context": "c", "question": "q", "answers": {"text": ["a"]}},
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-PARTLY = [("weight", 0.5), ("mask", True), ("trainable", "no"), ("train_detail", [{"train": False}]),
-          ("skip", True), ("assistant_masks", [0, 1]), ("is_trainable", False), ("train_on_turn", False),
-          ("no_loss", True), ("calculate_loss", 0), ("train_on_input", True), ("response_mask", [0, 1]),
-          ("supervised", False), ("rejected_messages", [{"role": "assistant", "content": "b"}])]  # fmt: skip
-MASKED = [("train", False), ("weight", 0), ("weight", 0.0), ("loss_mask", 0), ("trainable", False), ("learn", False),
-          ("learnable", 0), ("loss_scale", 0.0), ("compute_loss", False)]  # fmt: skip
+PARTLY = [
+    ("weight", 0.5),
+    ("mask", True),
+    ("trainable", "no"),
+    ("train_detail", [{"train": False}]),
+    ("skip", True),
+    ("assistant_masks", [0, 1]),
+    ("is_trainable", False),
+    ("train_on_turn", False),
+    ("no_loss", True),
+    ("calculate_loss", 0),
+    ("train_on_input", True),
+    ("response_mask", [0, 1]),
+    ("supervised", False),
+    ("rejected_messages", [{"role": "assistant", "content": "b"}]),
+]
+MASKED = [
+    ("train", False),
+    ("weight", 0),
+    ("weight", 0.0),
+    ("loss_mask", 0),
+    ("trainable", False),
+    ("learn", False),
+    ("learnable", 0),
+    ("loss_scale", 0.0),
+    ("compute_loss", False),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("key, value", [
-    ("functions", TOOLS), ("images", ["a.png"]), ("image", "a.png"), ("videos", ["a.mp4"]), ("files", ["a.pdf"]),
-    ("tool_definitions", TOOLS), ("attachments", ["a.pdf"]), ("loss", 0),
-    ("audio", {"path": "a.wav"}), ("sample_weight", 0.1), ("kto_tag", False), ("label", False), ("rejected", "b"),
-    ("rejected", [{"role": "assistant", "content": "b"}]), ("rejected_response", "b"), *PARTLY,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("functions", TOOLS),
+        ("images", ["a.png"]),
+        ("image", "a.png"),
+        ("videos", ["a.mp4"]),
+        ("files", ["a.pdf"]),
+        ("tool_definitions", TOOLS),
+        ("attachments", ["a.pdf"]),
+        ("loss", 0),
+        ("audio", {"path": "a.wav"}),
+        ("sample_weight", 0.1),
+        ("kto_tag", False),
+        ("label", False),
+        ("rejected", "b"),
+        ("rejected", [{"role": "assistant", "content": "b"}]),
+        ("rejected_response", "b"),
+        *PARTLY,
+    ],
+)
 def test_a_line_that_hides_more_is_refused_in_every_layout(layout, key, value):
     assert read_messages(LAYOUTS[layout]) == read_messages(LAYOUTS[layout] | {key: None})
     with pytest.raises(InputError, match=f"^'{key}' is "):
@@ -191,7 +371,9 @@ def test_what_a_template_is_shown_beside_the_messages(layout):
     line = LAYOUTS[layout]
     kwargs = {"enable_thinking": False, "none": None}
     assert read_shown(line | {"enable_thinking": False}) == {"enable_thinking": False}
-    shown = read_shown(line | {"tools": TOOLS, "documents": [{"text": "d"}], "chat_template_kwargs": kwargs})
+    shown = read_shown(
+        line | {"tools": TOOLS, "documents": [{"text": "d"}], "chat_template_kwargs": kwargs}
+    )
     assert shown == {"tools": TOOLS, "documents": [{"text": "d"}], "enable_thinking": False}
     assert read_shown(line | {"tools": json.dumps(TOOLS), "documents": []}) == {"tools": TOOLS}
     assert read_shown(line | {"tools": None}) == {} == read_shown(line)
@@ -208,7 +390,9 @@ def test_a_masked_line_is_not_learned(tmp_path, layout, key, value):
 
 
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
-@pytest.mark.parametrize("key, value", [*MASKED, ("loss", False), ("training", False), ("step_loss_mask", 0)])
+@pytest.mark.parametrize(
+    "key, value", [*MASKED, ("loss", False), ("training", False), ("step_loss_mask", 0)]
+)
 def test_a_masked_reply_is_seen_and_not_learned(layout, key, value):
     record = json.loads(json.dumps(LAYOUTS[layout]))
     turns = record[layout]
@@ -224,17 +408,25 @@ def test_turns_with_tools():
     call = {"type": "function", "function": function}
     parts = [{"type": "text", "text": "4"}, {"text": "!"}]
     turns = [
-        {"role": "developer", "content": "d"}, {"role": "user", "content": "q"},
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": "q"},
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "t"},
-        {"role": "tool", "content": "", "name": "f", "tool_call_id": "1"}, {"role": "assistant", "content": parts},
-    ]  # fmt: skip
+        {"role": "tool", "content": "", "name": "f", "tool_call_id": "1"},
+        {"role": "assistant", "content": parts},
+    ]
     expected = [
-        Message("developer", "d"), Message("user", "q"),
+        Message("developer", "d"),
+        Message("user", "q"),
         Message("assistant", None, {"reasoning_content": "t", "tool_calls": [call]}),
-        Message("tool", "", {"name": "f", "tool_call_id": "1"}), Message("assistant", "4!"),
-    ]  # fmt: skip
+        Message("tool", "", {"name": "f", "tool_call_id": "1"}),
+        Message("assistant", "4!"),
+    ]
     assert read_messages({"messages": turns}) == expected
-    for calls in ([function], json.dumps([call]), [call | {"function": function | {"arguments": '{"x": 1}'}}]):
+    for calls in (
+        [function],
+        json.dumps([call]),
+        [call | {"function": function | {"arguments": '{"x": 1}'}}],
+    ):
         turns[2]["tool_calls"] = calls
         [read] = read_messages({"messages": turns})[2].more["tool_calls"]
         assert read["function"] == function
@@ -243,10 +435,21 @@ def test_turns_with_tools():
 
 
 @pytest.mark.parametrize("layout", ["pair", "alpaca", "squad"])
-@pytest.mark.parametrize("key, value", [
-    ("history", [["a", "b"]]), ("choices", ["a", "b"]), ("options", {"A": "a"}), ("passage", "p"), ("document", "d"),
-    ("article", "p"), ("background", "b"), ("knowledge", ["k"]), ("evidence", "e"), ("schema", "CREATE TABLE t (a)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("history", [["a", "b"]]),
+        ("choices", ["a", "b"]),
+        ("options", {"A": "a"}),
+        ("passage", "p"),
+        ("document", "d"),
+        ("article", "p"),
+        ("background", "b"),
+        ("knowledge", ["k"]),
+        ("evidence", "e"),
+        ("schema", "CREATE TABLE t (a)"),
+    ],
+)
 def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
     with pytest.raises(InputError, match=f"^'{key}' is not supported"):
         read_messages(LAYOUTS[layout] | {key: value})
@@ -261,11 +464,22 @@ def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
 
 
 @pytest.mark.parametrize("layout", ["messages", "conversations"])
-@pytest.mark.parametrize("key, value", [
-    ("function_call", {"name": "f"}), ("images", ["a.png"]), ("name", "Ann"), ("channel", "analysis"),
-    ("functions", TOOLS), ("tools", TOOLS), ("documents", ["d"]), ("tool_plan", "p"), ("refusal", "no"),
-    ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}]), *PARTLY,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("function_call", {"name": "f"}),
+        ("images", ["a.png"]),
+        ("name", "Ann"),
+        ("channel", "analysis"),
+        ("functions", TOOLS),
+        ("tools", TOOLS),
+        ("documents", ["d"]),
+        ("tool_plan", "p"),
+        ("refusal", "no"),
+        ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}]),
+        *PARTLY,
+    ],
+)
 def test_a_reply_that_hides_or_shows_more_is_refused(layout, key, value):
     record = json.loads(json.dumps(LAYOUTS[layout]))
     reply = record[layout][1]
@@ -283,7 +497,9 @@ def test_lines_of_several_layouts_that_datasets_has_joined(tmp_path):
         row = {key: [turn | {"weight": 1} for turn in turns] for key, turns in row.items()}
         rows.append(row)
     columns = dict.fromkeys(key for row in rows for key in row)
-    Dataset.from_dict({key: [row.get(key) for row in rows] for key in columns}).to_json(tmp_path / "a.jsonl")
+    Dataset.from_dict({key: [row.get(key) for row in rows] for key in columns}).to_json(
+        tmp_path / "a.jsonl"
+    )
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert lines[2]["messages"] is None and lines[0]["prompt"] is None
     for line, row in zip(lines, rows, strict=True):
@@ -297,18 +513,27 @@ def test_lines_of_several_layouts_that_datasets_has_joined(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def config_of(path: Path, seq_len=32, seed=0, task="sft", model="llama3-8b-tiny", **data) -> Config:
+def config_of(
+    path: Path, seq_len=32, seed=0, task="sft", model="llama3-8b-tiny", **data
+) -> Config:
     model = {"name": model, "vocab_size": 258, "num_layers": 2}
-    return configs.from_dict({
-        "model": model, "task": task, "seed": seed, "batch": {"global": 2, "micro": 2, "seq_len": seq_len},
-        "data": {"kind": "jsonl", "path": str(path)} | data,
-    })  # fmt: skip
+    return configs.from_dict(
+        {
+            "model": model,
+            "task": task,
+            "seed": seed,
+            "batch": {"global": 2, "micro": 2, "seq_len": seq_len},
+            "data": {"kind": "jsonl", "path": str(path)} | data,
+        }
+    )
 
 
 def write_pairs(folder: Path, lengths: list[tuple[int, int]]) -> list[tuple[bytes, bytes]]:
     """Prompts and responses of so many bytes, no two alike."""
     generator = np.random.default_rng(0)
-    pairs = [tuple(bytes(generator.integers(97, 123, n, np.uint8)) for n in pair) for pair in lengths]
+    pairs = [
+        tuple(bytes(generator.integers(97, 123, n, np.uint8)) for n in pair) for pair in lengths
+    ]
     lines = [json.dumps({"prompt": q.decode(), "response": a.decode()}) for q, a in pairs]
     (folder / "a.jsonl").write_text("\n".join(lines))
     return pairs
@@ -336,7 +561,11 @@ def test_rows_hold_every_sample_once_an_epoch(tmp_path, packed):
                 if (part["tokens"] > 0).all():
                     found[bytes(part["tokens"].tolist()), tuple(part["labels"].tolist())] += 1
                 else:  # what is left of a row
-                    assert (part["tokens"] == 0).all() and (part["labels"] == IGNORE).all() and d == -1
+                    assert (
+                        (part["tokens"] == 0).all()
+                        and (part["labels"] == IGNORE).all()
+                        and d == -1
+                    )
                 if packed:
                     assert part["positions"].tolist() == list(range(len(part["positions"])))
         assert found == expected
@@ -352,8 +581,13 @@ def test_rows_say_what_is_padding_where_experts_are_balanced(tmp_path):
     config.model.config = replace(config.model.config, bias_update_speed=0.01)
     balanced, _ = open_dataset(config)
     for bare, row in zip(epoch(plain), epoch(balanced), strict=True):
-        assert "document_ids" not in bare and all(torch.equal(row[key], bare[key]) for key in bare)
-        assert torch.equal(row["document_ids"] == -1, row["tokens"] == 0) and (row["document_ids"] <= 0).all()
+        assert "document_ids" not in bare and all(
+            torch.equal(row[key], bare[key]) for key in bare
+        )
+        assert (
+            torch.equal(row["document_ids"] == -1, row["tokens"] == 0)
+            and (row["document_ids"] <= 0).all()
+        )
 
 
 def test_order_is_a_function_of_seed_and_epoch(tmp_path):
@@ -361,7 +595,8 @@ def test_order_is_a_function_of_seed_and_epoch(tmp_path):
 
     def order(seed, number):
         return tuple(
-            tuple(row["tokens"].tolist()) for row in epoch(open_dataset(config_of(tmp_path, seed=seed))[0], number)
+            tuple(row["tokens"].tolist())
+            for row in epoch(open_dataset(config_of(tmp_path, seed=seed))[0], number)
         )
 
     assert order(0, 0) == order(0, 0)
@@ -369,10 +604,15 @@ def test_order_is_a_function_of_seed_and_epoch(tmp_path):
     assert len(orders) == 6 and len({tuple(sorted(each)) for each in orders}) == 1
 
 
-@pytest.mark.parametrize("model", ["llama3-8b-tiny", "gpt3-175b-tiny"])  # the latter knows absolute positions
+@pytest.mark.parametrize(
+    "model", ["llama3-8b-tiny", "gpt3-175b-tiny"]
+)  # the latter knows absolute positions
 def test_packed_and_unpacked_give_the_same_gradients(tmp_path, model):
     write_pairs(tmp_path, LENGTHS)
-    gradients = [mean_gradients(config_of(tmp_path, model=model, packed=packed)) for packed in (False, True)]
+    gradients = [
+        mean_gradients(config_of(tmp_path, model=model, packed=packed))
+        for packed in (False, True)
+    ]
     check_close([gradients[1]], gradients[0], 1e-6, "gradients of an epoch")
 
 
@@ -383,12 +623,15 @@ def mean_gradients(config) -> dict[str, torch.Tensor]:
     initialize(model, seed=0)
     batch, objective = rows(data, range(len(data))), LanguageModeling()
     (objective.loss(model, batch) / objective.count(batch)).backward()
-    return {name: p.grad for name, p in model.named_parameters() if not name.endswith("k_proj.bias")}
+    return {
+        name: p.grad for name, p in model.named_parameters() if not name.endswith("k_proj.bias")
+    }
 
 
-@pytest.mark.parametrize("policy, kept, note", [
-    ("truncate", 9, " (1 truncated, 1 dropped)"), ("drop", 8, " (0 truncated, 2 dropped)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "policy, kept, note",
+    [("truncate", 9, " (1 truncated, 1 dropped)"), ("drop", 8, " (0 truncated, 2 dropped)")],
+)
 def test_chats_longer_than_a_row(tmp_path, policy, kept, note):
     """(7, 20) loses its end; (40, 3) would have nothing left to learn."""
     pairs = write_pairs(tmp_path, [(40, 3) if pair == (8, 8) else pair for pair in LENGTHS])
@@ -398,7 +641,9 @@ def test_chats_longer_than_a_row(tmp_path, policy, kept, note):
     assert labels[257] == 8
     question, answer = pairs[3]
     rest = (*question, 10, *answer)[:20]
-    assert (rest in {tuple(row["tokens"].tolist()) for row in epoch(data)}) == (policy == "truncate")
+    assert (rest in {tuple(row["tokens"].tolist()) for row in epoch(data)}) == (
+        policy == "truncate"
+    )
 
 
 def test_a_chat_that_is_cut_within_a_question_ends_with_the_reply_before_it(tmp_path):
@@ -414,29 +659,37 @@ def test_validation_holds_out_chats(tmp_path):
     pairs = write_pairs(tmp_path, LENGTHS)
     train, held = open_dataset(config_of(tmp_path, validation=0.3))
     sides = [{bytes(prompt[:-1]) for prompt, _ in side.questions(99)} for side in (train, held)]
-    assert (len(sides[0]), len(sides[1])) == (7, 3) and sides[0] | sides[1] == {q for q, _ in pairs}
+    assert (len(sides[0]), len(sides[1])) == (7, 3) and sides[0] | sides[1] == {
+        q for q, _ in pairs
+    }
 
 
 def test_settings_that_contradict_fine_tuning(tmp_path):
     write_pairs(tmp_path, [(3, 40)])
     with pytest.raises(
-        InputError, match=r"holds no chat to learn from with batch.seq_len=32 \(0 truncated, 1 dropped\)"
+        InputError,
+        match=r"holds no chat to learn from with batch.seq_len=32 \(0 truncated, 1 dropped\)",
     ):
         open_dataset(config_of(tmp_path, over_long="drop"))
     with pytest.raises(InputError, match="data.kind=text holds no chats, as task=sft needs"):
         config_of(tmp_path, kind="text")
     for task in ("pretrain", "grpo"):
-        with pytest.raises(InputError, match="data.packed=true is for task=sft, lora and dpo, not"):
+        with pytest.raises(
+            InputError, match="data.packed=true is for task=sft, lora and dpo, not"
+        ):
             config_of(tmp_path, task=task, packed=True)
     config = config_of(tmp_path)
     config.validation.exact_match = 5
-    with pytest.raises(InputError, match="validation.exact_match=5 needs chats that are held out"):
+    with pytest.raises(
+        InputError, match="validation.exact_match=5 needs chats that are held out"
+    ):
         validate(config)
     config.data.validation = 0.5
     for name in ("tp", "cp", "pp"):
         config.parallel = Parallel(**{name: 2})
         with pytest.raises(
-            InputError, match="validation.exact_match=5 generates token by token, so tp, cp and pp must be 1"
+            InputError,
+            match="validation.exact_match=5 generates token by token, so tp, cp and pp must be 1",
         ):
             validate(config)
 
@@ -453,7 +706,9 @@ def test_exact_match_counts_whole_replies():
     questions = [([1], [2, 3, 4]), ([5, 1], [2]), ([1], [2, 3, 5]), ([9], [0, 2])]
     assert exact_match(model, questions) == 0.5
     too_long = [([0, 1, 2, 3, 4, 5], [6]), ([0, 1, 2, 3], [4, 5, 6])]  # for six positions
-    assert exact_match(model, [*too_long, *questions]) == 0.5 and math.isnan(exact_match(model, too_long))
+    assert exact_match(model, [*too_long, *questions]) == 0.5 and math.isnan(
+        exact_match(model, too_long)
+    )
 
 
 def test_a_run_answers_what_was_held_out(tmp_path, capsys):
@@ -461,10 +716,18 @@ def test_a_run_answers_what_was_held_out(tmp_path, capsys):
     data = tmp_path / "data" / "sums.jsonl"
     arithmetic.main([str(data), "--count", "40"])
     config = config_of(data, seq_len=128, validation=0.1)
-    config.out_dir, config.steps, config.validation.exact_match, config.validation.every = str(tmp_path), 3, 2, 3
+    config.out_dir, config.steps, config.validation.exact_match, config.validation.every = (
+        str(tmp_path),
+        3,
+        2,
+        3,
+    )
     train(config)
     output = capsys.readouterr()
-    assert "36 chats in" in output.out + output.err and ", exact match 0.0%" in output.out + output.err
+    assert (
+        "36 chats in" in output.out + output.err
+        and ", exact match 0.0%" in output.out + output.err
+    )
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val_exact_match"] == 0 and last["val_loss"] > 0
     asked = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
@@ -479,12 +742,17 @@ def test_arithmetic_is_right(tmp_path):
         for question, reply in ((first, working), (working.split()[-1] + " " + second, more)):
             *columns, result = reply.split()
             assert eval(question) == int(result) >= 0  # "47 + 38"
-            assert all(eval(left) == int(right) for left, right in (column.split("=") for column in columns))
+            assert all(
+                eval(left) == int(right)
+                for left, right in (column.split("=") for column in columns)
+            )
             highest = columns[-1].split("=")[1]
             assert int(highest + "".join(column[-1] for column in columns[-2::-1])) == int(result)
 
 
-@pytest.mark.parametrize("count, line", [("-3", "-3 must be above 0"), ("1000000", "count: 1000000 must .* at most")])
+@pytest.mark.parametrize(
+    "count, line", [("-3", "-3 must be above 0"), ("1000000", "count: 1000000 must .* at most")]
+)
 def test_so_many_dialogues_cannot_be_made(tmp_path, count, line):
     with pytest.raises(InputError, match=line):
         arithmetic.main([str(tmp_path / "a.jsonl"), "--count", count])
@@ -505,8 +773,12 @@ def test_mock_rows_have_the_shape_of_packed_squad(seq_len):
         assert sizes[0] == 17 and (row["labels"][-17:] == IGNORE).all()
         lengths += sizes[1:].tolist()
         predicted = row["labels"] != IGNORE
-        assert (row["labels"][:-1][predicted[:-1]] == row["tokens"][1:][predicted[:-1]])[:-1].float().mean() > 0.7
+        assert (row["labels"][:-1][predicted[:-1]] == row["tokens"][1:][predicted[:-1]])[
+            :-1
+        ].float().mean() > 0.7
     lengths = np.array(lengths, float)
     assert (lengths**2).sum() / lengths.sum() == pytest.approx(208, rel=0.02)
     assert not torch.equal(data.row(0)["tokens"], held.row(0)["tokens"])
-    assert torch.equal(data.row(5)["tokens"], MockChats(seq_len, 1000, 0, split=0).row(5)["tokens"])
+    assert torch.equal(
+        data.row(5)["tokens"], MockChats(seq_len, 1000, 0, split=0).row(5)["tokens"]
+    )

@@ -19,8 +19,21 @@ from transformers import AutoTokenizer, GenerationConfig
 from minitrain import Sampler, generate, merge, save_pretrained
 from minitrain.__main__ import dispatch
 from minitrain.commands import generate_text
-from minitrain.data.chat.chat_templates import DATE, PLAIN, TEMPLATES, Message, Rendering, choose_template
-from minitrain.data.chat.chats import encode_chat, encode_question, end_of_reply, read_messages, read_shown
+from minitrain.data.chat.chat_templates import (
+    DATE,
+    PLAIN,
+    TEMPLATES,
+    Message,
+    Rendering,
+    choose_template,
+)
+from minitrain.data.chat.chats import (
+    encode_chat,
+    encode_question,
+    end_of_reply,
+    read_messages,
+    read_shown,
+)
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
@@ -37,21 +50,44 @@ LLAMA3 = TEMPLATES["llama3"]
 CHATML = TEMPLATES["chatml"]
 # what ends a reply in each; what TRL's form of it for training has the model say besides, of what is given or follows
 PUBLISHED = {
-    "llama3": ("<|eot_id|>", ""), "llama3_1": ("<|eot_id|>", None), "llama3_2": ("<|eot_id|>", None),
-    "qwen2_5": ("<|im_end|>", "\n\n"), "qwen3": ("<|im_end|>", "\n"), "qwen3_instruct_2507": ("<|im_end|>", "\n"),
-    "deepseekv3": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>"), "gptoss": ("<|return|>", "<|start|>assistant"),
-    "nemotron_3_nano": ("<|im_end|>", "<think>\n"), "nemotron_3_super": ("<|im_end|>", "<think>\n"),
-    "gemma3": ("<end_of_turn>", "\n"), "phi3": ("<|end|>", None),
-}  # fmt: skip
+    "llama3": ("<|eot_id|>", ""),
+    "llama3_1": ("<|eot_id|>", None),
+    "llama3_2": ("<|eot_id|>", None),
+    "qwen2_5": ("<|im_end|>", "\n\n"),
+    "qwen3": ("<|im_end|>", "\n"),
+    "qwen3_instruct_2507": ("<|im_end|>", "\n"),
+    "deepseekv3": ("<｜end▁of▁sentence｜>", "<｜Assistant｜>"),
+    "gptoss": ("<|return|>", "<|start|>assistant"),
+    "nemotron_3_nano": ("<|im_end|>", "<think>\n"),
+    "nemotron_3_super": ("<|im_end|>", "<think>\n"),
+    "gemma3": ("<end_of_turn>", "\n"),
+    "phi3": ("<|end|>", None),
+}
 USER, REPLY = Message("user", " Who are you?\n"), Message("assistant", "I am 🙂.")
 CHATS = {
     "one turn": [USER, REPLY],
-    "system and two turns": [Message("system", "Be\nbrief. "), USER, REPLY, Message("user", "Oh?"), REPLY],
+    "system and two turns": [
+        Message("system", "Be\nbrief. "),
+        USER,
+        REPLY,
+        Message("user", "Oh?"),
+        REPLY,
+    ],
     "empty reply": [USER, Message("assistant", "")],
     "a question left": [USER, REPLY, USER],
     "two replies": [USER, REPLY, REPLY, USER],
-    "thoughts": [USER, Message("assistant", "<think>\nhm\n</think>\n\nme"), USER, Message("assistant", "</think>you")],
-    "markup": [USER, Message("assistant", "<b>me</b>"), USER, Message("assistant", "<t><think>you")],
+    "thoughts": [
+        USER,
+        Message("assistant", "<think>\nhm\n</think>\n\nme"),
+        USER,
+        Message("assistant", "</think>you"),
+    ],
+    "markup": [
+        USER,
+        Message("assistant", "<b>me</b>"),
+        USER,
+        Message("assistant", "<t><think>you"),
+    ],
 }
 MIXTRAL = (  # mistralai/Mixtral-8x7B-Instruct-v0.1, without its check of the roles
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + "
@@ -71,8 +107,14 @@ def tokenizer_with(folder: Path, jinja: str | list, specials: list[str]):
     """A byte tokenizer with more special tokens, and a template beside it; ours and transformers'."""
     ByteTokenizer().save(folder)
     tree = json.loads((folder / "tokenizer.json").read_text())
-    flags = {key: value for key, value in tree["added_tokens"][0].items() if key not in ("id", "content")}
-    tree["added_tokens"] += [{"id": 258 + i, "content": token, **flags} for i, token in enumerate(specials)]
+    flags = {
+        key: value
+        for key, value in tree["added_tokens"][0].items()
+        if key not in ("id", "content")
+    }
+    tree["added_tokens"] += [
+        {"id": 258 + i, "content": token, **flags} for i, token in enumerate(specials)
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(tree))
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -128,20 +170,33 @@ def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
     if encoded is None:
         return
     template, tokens, said = encoded
-    starts, ends = np.flatnonzero(np.diff(said, prepend=0) == 1), np.flatnonzero(np.diff(said, append=0) == -1)
+    starts, ends = (
+        np.flatnonzero(np.diff(said, prepend=0) == 1),
+        np.flatnonzero(np.diff(said, append=0) == -1),
+    )
     replies = [i for i, message in enumerate(chat) if message.role == "assistant"]
     assert len(starts) == len(ends) == len(replies)
     for start, end, i in zip(starts, ends, replies, strict=True):
-        asked = theirs.apply_chat_template(dicts(chat[:i]), add_generation_prompt=True, return_dict=False)
+        asked = theirs.apply_chat_template(
+            dicts(chat[:i]), add_generation_prompt=True, return_dict=False
+        )
         if chat[i - 1].role != "assistant":  # else it would be continued
             assert encode_question(chat[:i], template, ours) == asked
         given = len(asked)
-        if name == "qwen3" and i == 2 and chat == CHATS["two replies"]:  # it writes a reply otherwise if one follows
+        if (
+            name == "qwen3" and i == 2 and chat == CHATS["two replies"]
+        ):  # it writes a reply otherwise if one follows
             given = start
             assert theirs.decode(tokens[:start]).endswith("<|im_start|>assistant\n")
-        if name in ("deepseekv3", "nemotron_3_nano", "nemotron_3_super"):  # which ask for a thought
+        if name in (
+            "deepseekv3",
+            "nemotron_3_nano",
+            "nemotron_3_super",
+        ):  # which ask for a thought
             given = start
-            assert asked[:start] == tokens[:start].tolist() and "<think>\n".endswith(theirs.decode(asked[start:]))
+            assert asked[:start] == tokens[:start].tolist() and "<think>\n".endswith(
+                theirs.decode(asked[start:])
+            )
         assert start == given
         last = {"<|return|>": "<|end|>"} if i < len(chat) - 1 else {}
         assert tokens[end] == ours.token_id(last.get(PUBLISHED[name][0], PUBLISHED[name][0]))
@@ -149,7 +204,9 @@ def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
         assert ours.decode(tokens[start:end].tolist()).endswith(ours.decode(words))
 
 
-@pytest.mark.parametrize("name", [name for name, (_, more) in PUBLISHED.items() if more is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, more) in PUBLISHED.items() if more is not None]
+)
 @pytest.mark.parametrize("chat", ["one turn", "system and two turns", "empty reply"])
 def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
     if (name, chat) == ("qwen3", "system and two turns"):
@@ -158,7 +215,9 @@ def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
     ours, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
     _, tokens, said = template_and_tokens(chat, ours, theirs)
     options = {"return_assistant_tokens_mask": True, "return_dict": True}
-    expected = theirs.apply_chat_template(dicts(chat), chat_template=published(f"{name}_training"), **options)
+    expected = theirs.apply_chat_template(
+        dicts(chat), chat_template=published(f"{name}_training"), **options
+    )
     assert expected["input_ids"] == tokens.tolist()
     trained = np.array(expected["assistant_masks"], bool)
     assert trained[said].all()
@@ -168,10 +227,18 @@ def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
 def train_on_lines(folder, task):
     """One step of a tiny model on `folder`/a.jsonl, by the tokenizer in `folder`/own, into `folder`/out."""
     tree = {
-        "task": task, "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1}, "device": "cpu",
-        "data": {"kind": "jsonl", "path": str(folder / "a.jsonl"), "tokenizer": str(folder / "own")},
-        "batch": {"global": 1, "micro": 1, "seq_len": 128}, "steps": 1, "out_dir": str(folder / "out"),
-    }  # fmt: skip
+        "task": task,
+        "model": {"name": "llama3-8b-tiny", "vocab_size": 320, "num_layers": 1},
+        "device": "cpu",
+        "data": {
+            "kind": "jsonl",
+            "path": str(folder / "a.jsonl"),
+            "tokenizer": str(folder / "own"),
+        },
+        "batch": {"global": 1, "micro": 1, "seq_len": 128},
+        "steps": 1,
+        "out_dir": str(folder / "out"),
+    }
     train_model.train(from_dict(tree))
 
 
@@ -182,14 +249,23 @@ def test_an_exported_checkpoint_of_pairs_is_asked_as_in_training(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "3"}\n')
     train_on_lines(tmp_path, "dpo")
     dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
-    exported, ended = ((tmp_path / folder / "chat_template.jinja").read_text() for folder in ("exported", "out"))
+    exported, ended = (
+        (tmp_path / folder / "chat_template.jinja").read_text() for folder in ("exported", "out")
+    )
     assert exported == ended != jinja
 
 
-@pytest.mark.parametrize("name, shortened", [
-    ("deepseek_r1_distill", 2), ("deepseekv3", 2), ("nemotron_3_nano", 0), ("nemotron_3_super", 0), ("qwen3", 0),
-    ("llama3", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, shortened",
+    [
+        ("deepseek_r1_distill", 2),
+        ("deepseekv3", 2),
+        ("nemotron_3_nano", 0),
+        ("nemotron_3_super", 0),
+        ("qwen3", 0),
+        ("llama3", 0),
+    ],
+)
 @pytest.mark.parametrize("thoughts", ["none", "some", "all"])
 def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened, thoughts):
     """By whoever asks: its template's prompt is that of training, where that is one and the same. What the template
@@ -199,26 +275,37 @@ def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened
     ours, theirs = tokenizer_with(tmp_path / "own", jinja, specials_in(jinja))
     thinking = {"none": [], "some": [0, 1], "all": [0, 1, 2]}[thoughts]
     replies = ["<think>\nso\n</think>\n\n6" if i in thinking else "6" for i in range(3)]
-    lines = [json.dumps({"prompt": f"{i}+6?", "response": reply}) for i, reply in enumerate(replies)]
+    lines = [
+        json.dumps({"prompt": f"{i}+6?", "response": reply}) for i, reply in enumerate(replies)
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     train_on_lines(tmp_path, "sft")
     said = " ".join(capsys.readouterr().out.split())
     dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
     exported = {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
     assert exported == {file: (tmp_path / "out" / file).read_bytes() for file in exported}
-    assert ("chat_template.jinja" in exported) == (tmp_path / "out" / "chat_template.jinja").exists()
+    assert ("chat_template.jinja" in exported) == (
+        tmp_path / "out" / "chat_template.jinja"
+    ).exists()
     lost = len(thinking) if shortened else 0
     assert (f"{lost} of 3 replies lose text" in said) == bool(lost) == ("lose text" in said)
-    tuned, template = AutoTokenizer.from_pretrained(tmp_path / "out"), choose_template("auto", ours)
+    tuned, template = (
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+        choose_template("auto", ours),
+    )
     prompts = set()
     for i, reply in enumerate(replies):
         chat = [Message("user", f"{i}+6?"), Message("assistant", reply)]
         (given, _), _, _ = Rendering(template, chat).pieces()
-        asked = tuned.apply_chat_template(dicts(chat[:1]), tokenize=False, add_generation_prompt=True)
-        assert tuned.apply_chat_template(dicts(chat), tokenize=False) == theirs.apply_chat_template(
-            dicts(chat), tokenize=False
+        asked = tuned.apply_chat_template(
+            dicts(chat[:1]), tokenize=False, add_generation_prompt=True
         )
-        before = theirs.apply_chat_template(dicts(chat[:1]), tokenize=False, add_generation_prompt=True)
+        assert tuned.apply_chat_template(
+            dicts(chat), tokenize=False
+        ) == theirs.apply_chat_template(dicts(chat), tokenize=False)
+        before = theirs.apply_chat_template(
+            dicts(chat[:1]), tokenize=False, add_generation_prompt=True
+        )
         prompts.add((given == before, asked == given))
     if len(prompts) > 1:  # nothing is right for all of them: the template stays
         assert prompts == {(True, True), (False, False)} and "of 3 replies follow" in said
@@ -227,36 +314,81 @@ def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened
         assert ("3 of 3 replies follow" in said) == (prompts == {(False, True)})
 
 
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
-    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}}}]  # fmt: skip
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+            },
+        },
+    }
+]
 
 
 def called(*arguments, content="", **more) -> dict:
-    calls = [{"id": f"call_{i:04}", "type": "function", "function": {"name": "add", "arguments": given}}
-             for i, given in enumerate(arguments)]  # fmt: skip
+    calls = [
+        {
+            "id": f"call_{i:04}",
+            "type": "function",
+            "function": {"name": "add", "arguments": given},
+        }
+        for i, given in enumerate(arguments)
+    ]
     return {"role": "assistant", "content": content, "tool_calls": calls, **more}
 
 
 def answered(number: int = 0) -> dict:
-    return {"role": "tool", "content": str(number), "name": "add", "tool_call_id": f"call_{number:04}"}
+    return {
+        "role": "tool",
+        "content": str(number),
+        "name": "add",
+        "tool_call_id": f"call_{number:04}",
+    }
 
 
 ASK, TELL = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
 LINES = {
     "tools": ([ASK, called({"a": 2, "b": "x"}), answered(), TELL], TOOLS, {}),
-    "two calls": ([ASK, called({"a": 2}, {}, content="I add."), answered(0), answered(1), TELL, ASK, TELL], TOOLS, {}),
+    "two calls": (
+        [ASK, called({"a": 2}, {}, content="I add."), answered(0), answered(1), TELL, ASK, TELL],
+        TOOLS,
+        {},
+    ),
     "no content": ([ASK, called({"a": 2}, content=None), answered(), TELL], TOOLS, {}),
-    "ends with a call": ([{"role": "system", "content": "Add."}, ASK, called({"b": "x"})], TOOLS, {}),
-    "thoughts": ([ASK, TELL | {"reasoning_content": "hm"}, ASK, TELL | {"reasoning_content": "again"}], None, {}),
+    "ends with a call": (
+        [{"role": "system", "content": "Add."}, ASK, called({"b": "x"})],
+        TOOLS,
+        {},
+    ),
+    "thoughts": (
+        [ASK, TELL | {"reasoning_content": "hm"}, ASK, TELL | {"reasoning_content": "again"}],
+        None,
+        {},
+    ),
     "a thought": ([ASK, TELL | {"thinking": "hm"}], None, {}),
-    "thoughtful calls": ([ASK, called({"a": 2}, reasoning_content="hm"), answered(), TELL, ASK, TELL], TOOLS, {}),
+    "thoughtful calls": (
+        [ASK, called({"a": 2}, reasoning_content="hm"), answered(), TELL, ASK, TELL],
+        TOOLS,
+        {},
+    ),
     "developer": ([{"role": "developer", "content": "Be brief."}, ASK, TELL], None, {}),
     "variables": ([ASK, TELL], None, {"enable_thinking": False}),
     "masked": ([ASK, TELL | {"content": "5!", "weight": 0}, ASK, TELL], None, {}),
-}  # fmt: skip
+}
 # where it is not shown, or not where it ends (two calls in gpt-oss: it shows one), in templates of the zoo's families
 REFUSED = {
-    "deepseek_r1_distill": {"tools", "two calls", "ends with a call", "thoughts", "a thought", "thoughtful calls"},
+    "deepseek_r1_distill": {
+        "tools",
+        "two calls",
+        "ends with a call",
+        "thoughts",
+        "a thought",
+        "thoughtful calls",
+    },
     "gptoss": {"tools", "two calls", "no content", "ends with a call"},  # but with marks
 }
 
@@ -272,13 +404,24 @@ def test_lines_of_2026_are_rendered_and_masked_as_in_transformers(tmp_path, name
     those without, what is said are the replies: each as it follows the prompt for it, up to a token that ends it."""
     jinja = published(name)
     marked = re.search(r"generation\s*-?%}", jinja) is not None
-    specials = [*specials_in(jinja), *re.findall(r"</?tool_(?:call|response)>|<tool_call\|>", jinja)]
+    specials = [
+        *specials_in(jinja),
+        *re.findall(r"</?tool_(?:call|response)>|<tool_call\|>", jinja),
+    ]
     ours, theirs = tokenizer_with(tmp_path, jinja, list(dict.fromkeys(specials)))
     template, done = choose_template("auto", ours), set()
     for kind, (messages, tools, variables) in LINES.items():
         line = {"messages": messages, "tools": tools, "chat_template_kwargs": variables}
-        bare = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-        options = {"tools": tools, "return_dict": True, "return_assistant_tokens_mask": marked, **variables}
+        bare = [
+            {key: value for key, value in message.items() if key != "weight"}
+            for message in messages
+        ]
+        options = {
+            "tools": tools,
+            "return_dict": True,
+            "return_assistant_tokens_mask": marked,
+            **variables,
+        }
         try:
             if kind == "developer" and "developer" not in jinja and "system" in jinja:
                 bare[0]["role"] = "system"
@@ -291,16 +434,30 @@ def test_lines_of_2026_are_rendered_and_masked_as_in_transformers(tmp_path, name
             tokens, said = encode_chat(read_messages(line), template, ours, read_shown(line))
         except InputError as error:
             why = "( leaves out message|: it is not in its text| does not show where message| refuses it: Message has)"
-            assert re.match(f"('[a-z_]+' is not supported by )?the chat template beside .*json{why}", str(error))
+            assert re.match(
+                f"('[a-z_]+' is not supported by )?the chat template beside .*json{why}",
+                str(error),
+            )
             continue
         done.add(kind)
         assert tokens.tolist() == expected["input_ids"]
         if marked:
             masks = np.array(expected["assistant_masks"], bool)
-            assert np.array_equal(said, masks) if kind != "masked" else (said <= masks).all() and (said < masks).any()
+            assert (
+                np.array_equal(said, masks)
+                if kind != "masked"
+                else (said <= masks).all() and (said < masks).any()
+            )
             continue
-        starts, ends = np.flatnonzero(np.diff(said, prepend=0) == 1), np.flatnonzero(np.diff(said, append=0) == -1)
-        replies = [i for i, turn in enumerate(messages) if turn["role"] == "assistant" and "weight" not in turn]
+        starts, ends = (
+            np.flatnonzero(np.diff(said, prepend=0) == 1),
+            np.flatnonzero(np.diff(said, append=0) == -1),
+        )
+        replies = [
+            i
+            for i, turn in enumerate(messages)
+            if turn["role"] == "assistant" and "weight" not in turn
+        ]
         assert len(starts) == len(replies)
         for start, end, i in zip(starts, ends, replies, strict=True):
             reply = ours.decode(tokens[start : end + 1].tolist(), special=True)
@@ -309,13 +466,22 @@ def test_lines_of_2026_are_rendered_and_masked_as_in_transformers(tmp_path, name
             assert tokens[end] > 257 or "glm" in name
             calls = [call["function"] for call in messages[i].get("tool_calls", ())]
             assert all(key in reply for call in calls for key in call["arguments"])
-            prompt = {"tools": tools, "add_generation_prompt": True, "return_dict": False, **variables}
+            prompt = {
+                "tools": tools,
+                "add_generation_prompt": True,
+                "return_dict": False,
+                **variables,
+            }
             asked = theirs.apply_chat_template(bare[:i], **prompt)
             common = min(len(asked), start)
-            if tokens[:common].tolist() == asked[:common]:  # but for earlier turns, whose thoughts go if more follow
+            if (
+                tokens[:common].tolist() == asked[:common]
+            ):  # but for earlier turns, whose thoughts go if more follow
                 assert re.fullmatch(r"(<think>)?\s*(</think>)?\s*", theirs.decode(asked[start:]))
     if name in ("qwen3", "qwen2_5", "llama3_1", "gptoss", "nemotron_3_nano", "qwen3_5_think"):
-        assert {"tools", "no content", "ends with a call", "masked"} - REFUSED.get(name, set()) <= done
+        assert {"tools", "no content", "ends with a call", "masked"} - REFUSED.get(
+            name, set()
+        ) <= done
 
 
 def test_arguments_in_json_are_not_quoted_twice(tmp_path):
@@ -328,17 +494,34 @@ def test_arguments_in_json_are_not_quoted_twice(tmp_path):
         line = {"messages": texts, "tools": TOOLS}
         template = choose_template("auto", ours)
         tokens, _ = encode_chat(read_messages(line), template, ours, read_shown(line))
-        assert tokens.tolist() == theirs.apply_chat_template(objects, tools=TOOLS, return_dict=False)
+        assert tokens.tolist() == theirs.apply_chat_template(
+            objects, tools=TOOLS, return_dict=False
+        )
 
 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ({"tools": TOOLS}, "'tools' is not supported by the chat template beside .*: it is not in its text"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "'enable_thinking' is not supported by the chat"),
-        ({"messages": [ASK, called({"a": 2})]}, "'tool_calls' is not supported by the chat template"),
-        ({"messages": [ASK, TELL | {"thought": "hm"}]}, "'reasoning_content' is not supported by the chat"),
-        ({"messages": [{"role": "developer", "content": "Be."}, ASK, TELL]}, ".* leaves out message 1, the dev"),
+        (
+            {"tools": TOOLS},
+            "'tools' is not supported by the chat template beside .*: it is not in its text",
+        ),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            "'enable_thinking' is not supported by the chat",
+        ),
+        (
+            {"messages": [ASK, called({"a": 2})]},
+            "'tool_calls' is not supported by the chat template",
+        ),
+        (
+            {"messages": [ASK, TELL | {"thought": "hm"}]},
+            "'reasoning_content' is not supported by the chat",
+        ),
+        (
+            {"messages": [{"role": "developer", "content": "Be."}, ASK, TELL]},
+            ".* leaves out message 1, the dev",
+        ),
     ],
 )
 def test_what_a_template_does_not_show_is_refused(tmp_path, line, message):
@@ -367,7 +550,9 @@ def test_a_policy_is_asked_as_transformers_asks(tmp_path):
     expected = theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     for problem in problems.problems:
         assert problem.prompt == expected
-        assert problem.reply == [*b"4", ends[0]] and ends[0] == tokenizer.token_id("<｜end▁of▁sentence｜>")
+        assert problem.reply == [*b"4", ends[0]] and ends[0] == tokenizer.token_id(
+            "<｜end▁of▁sentence｜>"
+        )
 
 
 BEGUN = ["<think>", "<think>\n", "The answer is ", " 2 + ", "2\n\n", "no</think>2"]
@@ -380,7 +565,9 @@ def test_a_begun_reply_is_continued_as_in_transformers(tokenizers, begun, before
     chat = [*CHATS[before][:-1], Message("assistant", begun)]
     template = choose_template("auto", ours)
     try:
-        expected = theirs.apply_chat_template(dicts(chat), continue_final_message=True, return_dict=False)
+        expected = theirs.apply_chat_template(
+            dicts(chat), continue_final_message=True, return_dict=False
+        )
     except Exception:  # a template may refuse roles, or drop the beginning
         with pytest.raises(InputError):
             encode_question(chat, template, ours)
@@ -391,11 +578,20 @@ def test_a_begun_reply_is_continued_as_in_transformers(tokenizers, begun, before
 @pytest.mark.parametrize("begun", BEGUN)
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, PLAIN], ids=["llama3", "chatml", "plain"])
 def test_a_begun_reply_is_continued_in_templates_of_ours(tmp_path, template, begun):
-    specials = ["<s>", "</s>", "<|begin_of_text|>", "<|end_header_id|>", *LLAMA3.special, *CHATML.special]
+    specials = [
+        "<s>",
+        "</s>",
+        "<|begin_of_text|>",
+        "<|end_header_id|>",
+        *LLAMA3.special,
+        *CHATML.special,
+    ]
     ours, _ = tokenizer_with(tmp_path, "", specials)
     ours, theirs = tokenizer_with(tmp_path, template.jinja(ours), specials)
     chat = [USER, REPLY, USER, Message("assistant", begun)]
-    expected = theirs.apply_chat_template(dicts(chat), continue_final_message=True, return_dict=False)
+    expected = theirs.apply_chat_template(
+        dicts(chat), continue_final_message=True, return_dict=False
+    )
     assert encode_question(chat, template, ours) == expected
 
 
@@ -427,7 +623,9 @@ def test_tags_around_what_to_train_are_ignored(tmp_path):
     ours, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
     chat = CHATS["system and two turns"]
     _, _, said = template_and_tokens(chat, ours, theirs)
-    expected = theirs.apply_chat_template(dicts(chat), return_assistant_tokens_mask=True, return_dict=True)
+    expected = theirs.apply_chat_template(
+        dicts(chat), return_assistant_tokens_mask=True, return_dict=True
+    )
     assert said.tolist() == [bool(mask) for mask in expected["assistant_masks"]]
 
 
@@ -436,14 +634,22 @@ def test_spaces_that_a_vocabulary_adds_are_where_transformers_has_them(tmp_path,
     """Vocabularies of Llama 2's kind begin a text with a space, older ones also what follows a special token."""
     tokenizer = Tokenizer(models.BPE({chr(i): i for i in range(9700)}, [], byte_fallback=True))
     if prepend == "always":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": MIXTRAL}))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(about | {"chat_template": MIXTRAL})
+    )
     chat = [
         Message("user", "Who are you?"),
         Message("assistant", "Me."),
@@ -467,7 +673,9 @@ def test_written_out_templates_are_the_published_ones(tmp_path, chat):
     )
     llama3 = published("llama3").replace("bos_token", "'<|begin_of_text|>'")
     for name, jinja in (("llama3", llama3), ("chatml", chatml)):
-        ours, theirs = tokenizer_with(tmp_path / name, jinja, [*specials_in(jinja), "<|begin_of_text|>"])
+        ours, theirs = tokenizer_with(
+            tmp_path / name, jinja, [*specials_in(jinja), "<|begin_of_text|>"]
+        )
         template, tokens, said = template_and_tokens(chat, ours, theirs)
         written = choose_template(name, ours)
         assert all(map(np.array_equal, encode_chat(chat, written, ours), (tokens, said)))
@@ -483,10 +691,18 @@ def check_jinja(folder: Path, written, ours, chat: list[Message]) -> None:
     tokens, said = encode_chat(chat, written, ours)
     assert theirs.apply_chat_template(dicts(chat), return_dict=False) == tokens.tolist()
     asked = [*chat, USER]
-    question = theirs.apply_chat_template(dicts(asked), add_generation_prompt=True, return_dict=False)
+    question = theirs.apply_chat_template(
+        dicts(asked), add_generation_prompt=True, return_dict=False
+    )
     assert question == encode_question(asked, written, ours)
     if not isinstance(again, ByteTokenizer):
-        assert all(map(np.array_equal, encode_chat(chat, choose_template("auto", again), again), (tokens, said)))
+        assert all(
+            map(
+                np.array_equal,
+                encode_chat(chat, choose_template("auto", again), again),
+                (tokens, said),
+            )
+        )
 
 
 @pytest.mark.parametrize("bos, eos", [(False, False), (True, False), (True, True)])
@@ -495,10 +711,16 @@ def test_the_plain_template_in_jinja(tmp_path, chat, bos, eos):
     """eos: behind a whole text, as many were told who saved a tokenizer for training (add_eos_token)."""
     ours, _ = tokenizer_with(tmp_path, "", ["<s>", "</s>"])
     if bos:
-        single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        single = [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
         single += [{"SpecialToken": {"id": "</s>", "type_id": 0}}] * eos
         pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-        tokens = {token: {"id": token, "ids": [i], "tokens": [token]} for i, token in ((258, "<s>"), (259, "</s>"))}
+        tokens = {
+            token: {"id": token, "ids": [i], "tokens": [token]}
+            for i, token in ((258, "<s>"), (259, "</s>"))
+        }
         tree = json.loads((tmp_path / "tokenizer.json").read_text())
         tree["post_processor"] = {
             "type": "TemplateProcessing",
@@ -518,12 +740,16 @@ def test_bytes_have_the_plain_template_in_transformers(tmp_path):
 
 
 def test_the_tokenizer_chooses_the_template(tmp_path):
-    for kind, bare, specials in (("llama3", LLAMA3, LLAMA3.special), ("chatml", CHATML, CHATML.special)):
+    for kind, bare, specials in (
+        ("llama3", LLAMA3, LLAMA3.special),
+        ("chatml", CHATML, CHATML.special),
+    ):
         tokenizer, _ = tokenizer_with(tmp_path / kind, "", [*specials, "</s>"])
         assert choose_template("auto", tokenizer) is choose_template(kind, tokenizer) is bare
         other = {"llama3": "chatml", "chatml": "llama3"}[kind]
         with pytest.raises(
-            InputError, match=rf"data.template={other} needs the token <\|.*\|>, which data.tokenizer la"
+            InputError,
+            match=rf"data.template={other} needs the token <\|.*\|>, which data.tokenizer la",
         ):
             choose_template(other, tokenizer)
     assert choose_template("auto", ByteTokenizer()) is PLAIN
@@ -537,7 +763,9 @@ def test_a_template_is_found_wherever_transformers_keeps_it(tmp_path):
     _, theirs = tokenizer_with(tmp_path / "a", jinja, ["</s>"])
     theirs.save_pretrained(tmp_path / "b")  # as chat_template.jinja
     tokenizer_with(
-        tmp_path / "c", [{"name": "tools", "template": "x"}, {"name": "default", "template": jinja}], ["</s>"]
+        tmp_path / "c",
+        [{"name": "tools", "template": "x"}, {"name": "default", "template": jinja}],
+        ["</s>"],
     )
     for folder in "abc":
         assert load_tokenizer(tmp_path / folder).chat_template == jinja
@@ -545,15 +773,22 @@ def test_a_template_is_found_wherever_transformers_keeps_it(tmp_path):
 
 def save_with_adapter(folder: Path, **fields) -> list[str]:
     """A model in folder/model and adapters of zeros in folder/adapter; the words that say so on a command line."""
-    model, lora = Decoder(model_config("llama3-8b-tiny", vocab_size=320, **fields)), Lora(rank=2, targets=["q_proj"])
+    model, lora = (
+        Decoder(model_config("llama3-8b-tiny", vocab_size=320, **fields)),
+        Lora(rank=2, targets=["q_proj"]),
+    )
     save_pretrained(model, folder / "model")
-    zeros = ((name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items())
+    zeros = (
+        (name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items()
+    )
     save_adapter(zeros, model.config, lora, folder / "adapter")
     return ["--model", str(folder / "model"), "--adapter", str(folder / "adapter")]
 
 
 def test_adapters_are_asked_and_merged_in_the_template_that_they_were_tuned_in(tmp_path):
-    jinja = {name: f"{{{{ '{name}: ' + messages[0]['content'] }}}}" for name in ("model", "adapter")}
+    jinja = {
+        name: f"{{{{ '{name}: ' + messages[0]['content'] }}}}" for name in ("model", "adapter")
+    }
     folders = {name: tmp_path / name for name in (*jinja, "out")}
     for name, template in jinja.items():
         folders[name].mkdir()
@@ -580,16 +815,27 @@ def test_a_template_that_does_not_show_where_a_reply_ends_has_no_end(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("stored, in_all", [
-    (None, None), ({}, [257, 263]), ({"eos_token_id": None}, [257, 263]), ({"eos_token_id": 257}, [257, 263]),
-    ({"eos_token_id": [257, 260]}, [257, 260, 263]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "stored, in_all",
+    [
+        (None, None),
+        ({}, [257, 263]),
+        ({"eos_token_id": None}, [257, 263]),
+        ({"eos_token_id": 257}, [257, 263]),
+        ({"eos_token_id": [257, 260]}, [257, 260, 263]),
+    ],
+    ids=str,
+)
 def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, stored, in_all):
     """In transformers, too, which asks generation_config.json first; a merged adapter like a tuned model."""
     base, out, merged = (tmp_path / name for name in ("base", "out", "merged"))
     base.mkdir()
-    tokenizer_with(base, "", ["<s>", "</s>", "<|begin_of_text|>", "<|end_header_id|>", *LLAMA3.special])
-    save_pretrained(Decoder(model_config("llama3-8b-tiny", vocab_size=320, eos_token_id=257)), base)
+    tokenizer_with(
+        base, "", ["<s>", "</s>", "<|begin_of_text|>", "<|end_header_id|>", *LLAMA3.special]
+    )
+    save_pretrained(
+        Decoder(model_config("llama3-8b-tiny", vocab_size=320, eos_token_id=257)), base
+    )
     if stored is not None:
         (base / "generation_config.json").write_text(json.dumps(stored | {"top_k": 7}))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}))
@@ -598,7 +844,9 @@ def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, 
     size = "steps=1 batch.global=1 batch.micro=1 batch.seq_len=32 device=cpu"
     config = tmp_path / "empty.yaml"
     config.touch()
-    done = command("-m", "minitrain.train", "--config", config, *f"{task} {settings} {size}".split())
+    done = command(
+        "-m", "minitrain.train", "--config", config, *f"{task} {settings} {size}".split()
+    )
     assert done.returncode == 0, done.stderr
     if lora:
         merge.main(["--model", str(base), "--adapter", str(out), "--out", str(merged)])
@@ -609,10 +857,14 @@ def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, 
         assert generation.eos_token_id == in_all and generation.top_k == 7
     assert (tuned / "chat_template.jinja").exists()
     words = ["--model", str(base if lora else out), *(["--adapter", str(out)] if lora else [])]
-    with mock.patch.object(Sampler, "submit", autospec=True, side_effect=Sampler.submit) as submit:
+    with mock.patch.object(
+        Sampler, "submit", autospec=True, side_effect=Sampler.submit
+    ) as submit:
         generate.main([*words, "--chat", "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
         generate.main([*words, "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
-    asked, continued = ((*call.args[0].ends, *call.args[2].stop_tokens) for call in submit.call_args_list)
+    asked, continued = (
+        (*call.args[0].ends, *call.args[2].stop_tokens) for call in submit.call_args_list
+    )
     assert end in asked and (end in continued) == (not lora)
 
 
@@ -623,7 +875,9 @@ def test_adapters_are_merged_whatever_their_template(tmp_path, jinja):
     (tmp_path / "adapter" / "chat_template.jinja").write_text(jinja)
     merge.main([*words, "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == jinja
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 259  # the tokenizer's
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 259
+    )  # the tokenizer's
 
 
 def test_a_merged_model_of_bytes_keeps_the_chat_template(tmp_path):
@@ -639,7 +893,10 @@ def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):
     tokens, said = encode_chat([USER, REPLY], PLAIN, ByteTokenizer())
     assert tokens.tolist() == [256, *b" Who are you?\n\n", *"I am 🙂.".encode(), 257]
     assert np.flatnonzero(said).tolist() == [*range(16, len(tokens))]
-    assert encode_question([USER, REPLY, USER], PLAIN, ByteTokenizer()) == [*tokens, *b" Who are you?\n\n"]
+    assert encode_question([USER, REPLY, USER], PLAIN, ByteTokenizer()) == [
+        *tokens,
+        *b" Who are you?\n\n",
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -648,17 +905,38 @@ def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):
 @pytest.mark.parametrize(
     "jinja, message",
     [
-        ("{% for m in messages %}", r"beside .*tokenizer.json is not valid: line 1: Unexpected end of template"),
-        ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "beside .* is not valid: maximum recursion depth exceeded"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template .* refuses it: access to attribute '__class__'"),
+        (
+            "{% for m in messages %}",
+            r"beside .*tokenizer.json is not valid: line 1: Unexpected end of template",
+        ),
+        (
+            "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
+            "beside .* is not valid: maximum recursion depth exceeded",
+        ),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            "the chat template .* refuses it: access to attribute '__class__'",
+        ),
         ("{{ messages.append(1) }}", "the chat template .* refuses it: .*append"),
         ("{{ 1 / 0 }}", "the chat template .* refuses it: division by zero"),
-        ("{{ messages[0].content }}", ".* does not show where message 2, a reply, begins and ends"),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", ".* does not show where message 2, a reply"),
-        ("{% for m in messages %}{{ m.content + m.content + '</s>' }}{% endfor %}", ".* does not show where"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", ".* not show"),
+        (
+            "{{ messages[0].content }}",
+            ".* does not show where message 2, a reply, begins and ends",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+            ".* does not show where message 2, a reply",
+        ),
+        (
+            "{% for m in messages %}{{ m.content + m.content + '</s>' }}{% endfor %}",
+            ".* does not show where",
+        ),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}",
+            ".* not show",
+        ),
     ],
-)  # fmt: skip
+)
 def test_templates_that_do_not_serve_are_told_in_one_line(tmp_path, jinja, message):
     tokenizer, _ = tokenizer_with(tmp_path, jinja, ["</s>"])
     with pytest.raises(InputError, match=message) as error:

@@ -24,18 +24,33 @@ from tests.data.test_datasets import EOS, brute_force_rows, epoch_of, multiset, 
 
 # ------------------------------------------------------------------------------------------------------------ Megatron
 
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+CODES = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float64": 6,
+    "float32": 7,
+    "uint16": 8,
+}
 
 
-def write_megatron(prefix: Path, documents: list[list[list[int]]], dtype: str, version=1, magic=b"MMIDIDX\0\0") -> None:
+def write_megatron(
+    prefix: Path, documents: list[list[list[int]]], dtype: str, version=1, magic=b"MMIDIDX\0\0"
+) -> None:
     """Write documents of sequences of tokens, byte by byte as IndexedDatasetBuilder of Megatron-LM does."""
     sequences = list(chain(*documents))
     code, size = CODES[dtype], np.dtype(dtype).itemsize
     raw = magic + struct.pack("<Q", version) + struct.pack("<B", code)
     raw += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(documents) + 1)
     raw += b"".join(struct.pack("<i", len(sequence)) for sequence in sequences)
-    raw += b"".join(struct.pack("<q", size * sum(map(len, sequences[:n]))) for n in range(len(sequences)))
-    raw += b"".join(struct.pack("<q", sum(map(len, documents[:n]))) for n in range(len(documents) + 1))
+    raw += b"".join(
+        struct.pack("<q", size * sum(map(len, sequences[:n]))) for n in range(len(sequences))
+    )
+    raw += b"".join(
+        struct.pack("<q", sum(map(len, documents[:n]))) for n in range(len(documents) + 1)
+    )
     prefix.with_suffix(".idx").write_bytes(raw)
     prefix.with_suffix(".bin").write_bytes(np.array(list(chain(*sequences)), dtype).tobytes())
 
@@ -46,7 +61,9 @@ def open_tokens(path: Path, seq_len: int, vocab_size: int = 100, **fields):
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=3), min_size=1, max_size=6),
+    st.lists(
+        st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=3), min_size=1, max_size=6
+    ),
     st.integers(1, 9),
     st.sampled_from(["uint8", "int8", "int16", "int32", "int64", "uint16"]),
     st.sampled_from([None, 7]),
@@ -83,24 +100,62 @@ def test_an_index_belongs_to_the_data_of_a_run(tmp_path):
 WHOLE = [[[1, 2, 3], [4]], [[5, 6]]]
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda idx, raw: idx[:-1], "a.idx has a header for 3 sequences, but 93 bytes (is it whole?)"),
-    (lambda idx, raw: idx + b"\0" * 3, "a.idx has a header for 3 sequences, but 97 bytes"),  # with modes of sequences
-    (lambda idx, raw: idx[:17], "a.idx is not version 1"), (lambda idx, raw: b"", "a.idx is not version 1 of Megatron"),
-    (lambda idx, raw: b"X" + idx[1:], "a.idx is not version 1"),
-    (lambda idx, raw: idx[:9] + b"\2" + idx[10:], "a.idx is not version 1"),
-    (lambda idx, raw: idx[:17] + b"\7" + idx[18:], "a.idx is not version 1 of Megatron's index of a file of integers"),
-    (lambda idx, raw: idx[:17] + b"\4" + idx[18:], "a.bin has 12 bytes, its index a.idx tells of 24"),
-    (lambda idx, raw: idx[:34] + b"\1" + idx[35:], "a.bin has 12 bytes, its index a.idx tells of 8"),
-    (lambda idx, raw: idx[:34] + struct.pack("<iii", 5, -1, 2) + idx[46:], "a.bin has 12 bytes, its index"),
-    (lambda idx, raw: idx[:54] + b"\4" + idx[55:], "a.bin has 12 bytes, its index"),  # where a sequence begins
-    (lambda idx, raw: idx[:70] + struct.pack("<qqq", 0, 2, 2), "a.idx does not divide its 3 sequences into documents"),
-    (lambda idx, raw: idx[:70] + struct.pack("<qqq", 0, 4, 3), "a.idx does not divide its 3 sequences"),
-    (lambda idx, raw: idx[:70] + struct.pack("<qqq", 0, -1, 3), "a.idx does not divide its 3 sequences"),
-    (lambda idx, raw: idx[:26] + bytes(8) + idx[34:70], "a.idx does not divide its 3 sequences"),
-    (lambda idx, raw: (idx, raw[:-2]), "a.bin has 10 bytes, its index a.idx tells of 12"),
-    (lambda idx, raw: (idx, raw + b"ab"), "a.bin has 14 bytes"), (lambda idx, raw: (idx, b""), "a.bin has 0 bytes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda idx, raw: idx[:-1],
+            "a.idx has a header for 3 sequences, but 93 bytes (is it whole?)",
+        ),
+        (
+            lambda idx, raw: idx + b"\0" * 3,
+            "a.idx has a header for 3 sequences, but 97 bytes",
+        ),  # with modes of sequences
+        (lambda idx, raw: idx[:17], "a.idx is not version 1"),
+        (lambda idx, raw: b"", "a.idx is not version 1 of Megatron"),
+        (lambda idx, raw: b"X" + idx[1:], "a.idx is not version 1"),
+        (lambda idx, raw: idx[:9] + b"\2" + idx[10:], "a.idx is not version 1"),
+        (
+            lambda idx, raw: idx[:17] + b"\7" + idx[18:],
+            "a.idx is not version 1 of Megatron's index of a file of integers",
+        ),
+        (
+            lambda idx, raw: idx[:17] + b"\4" + idx[18:],
+            "a.bin has 12 bytes, its index a.idx tells of 24",
+        ),
+        (
+            lambda idx, raw: idx[:34] + b"\1" + idx[35:],
+            "a.bin has 12 bytes, its index a.idx tells of 8",
+        ),
+        (
+            lambda idx, raw: idx[:34] + struct.pack("<iii", 5, -1, 2) + idx[46:],
+            "a.bin has 12 bytes, its index",
+        ),
+        (
+            lambda idx, raw: idx[:54] + b"\4" + idx[55:],
+            "a.bin has 12 bytes, its index",
+        ),  # where a sequence begins
+        (
+            lambda idx, raw: idx[:70] + struct.pack("<qqq", 0, 2, 2),
+            "a.idx does not divide its 3 sequences into documents",
+        ),
+        (
+            lambda idx, raw: idx[:70] + struct.pack("<qqq", 0, 4, 3),
+            "a.idx does not divide its 3 sequences",
+        ),
+        (
+            lambda idx, raw: idx[:70] + struct.pack("<qqq", 0, -1, 3),
+            "a.idx does not divide its 3 sequences",
+        ),
+        (
+            lambda idx, raw: idx[:26] + bytes(8) + idx[34:70],
+            "a.idx does not divide its 3 sequences",
+        ),
+        (lambda idx, raw: (idx, raw[:-2]), "a.bin has 10 bytes, its index a.idx tells of 12"),
+        (lambda idx, raw: (idx, raw + b"ab"), "a.bin has 14 bytes"),
+        (lambda idx, raw: (idx, b""), "a.bin has 0 bytes"),
+    ],
+)
 def test_damaged_indices(tmp_path, change, message):
     write_megatron(tmp_path / "a", WHOLE, "uint16")
     idx, raw = ((tmp_path / f"a.{end}").read_bytes() for end in ("idx", "bin"))
@@ -121,7 +176,11 @@ def test_damaged_indices(tmp_path, change, message):
 
 
 def cut_up(documents: list[list[int]], seq_len: int) -> list[list[int]]:
-    return [document[n : n + seq_len] for document in documents for n in range(0, len(document), seq_len)]
+    return [
+        document[n : n + seq_len]
+        for document in documents
+        for n in range(0, len(document), seq_len)
+    ]
 
 
 def unpacked(some_rows: list[dict]) -> list[tuple]:
@@ -135,14 +194,20 @@ def unpacked(some_rows: list[dict]) -> list[tuple]:
         for number in range(count):
             places = [i for i, document in enumerate(ids) if document == number]
             assert [row["positions"][i] for i in places] == list(range(len(places)))
-            found.append(tuple(tuple(row[key][i] for i in places) for key in ("tokens", "labels")))
+            found.append(
+                tuple(tuple(row[key][i] for i in places) for key in ("tokens", "labels"))
+            )
         assert all(row["labels"][i] == -100 for i, document in enumerate(ids) if document < 0)
     return found
 
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.lists(st.integers(0, 98), max_size=12).map(lambda ids: [*ids, 99]), min_size=1, max_size=12),
+    st.lists(
+        st.lists(st.integers(0, 98), max_size=12).map(lambda ids: [*ids, 99]),
+        min_size=1,
+        max_size=12,
+    ),
     st.integers(1, 12),
     st.sampled_from(["text", "raw", "npy", "megatron"]),
 )
@@ -173,7 +238,9 @@ def test_whole_packing_cuts_no_document_that_fits(tmp_path_factory, documents, s
     for epoch in (0, 3):
         assert Counter(unpacked(epoch_of(data, epoch))) == expected
     fewest = -(-sum(map(len, documents)) // seq_len)
-    assert len(data) <= 11 / 9 * fewest + 6 / 9 or any(2 * len(p) > seq_len for p in cut_up(documents, seq_len))
+    assert len(data) <= 11 / 9 * fewest + 6 / 9 or any(
+        2 * len(p) > seq_len for p in cut_up(documents, seq_len)
+    )
     filled = sum(map(len, documents)) / (len(data) * seq_len)
     assert data.about.endswith(f"rows are {filled:.1%} filled")
     first = data.row(5)
@@ -182,23 +249,41 @@ def test_whole_packing_cuts_no_document_that_fits(tmp_path_factory, documents, s
     assert all((again.row(5)[key] == first[key]).all() for key in first)
 
 
-@pytest.mark.parametrize("words, message", [
-    ({"task": "sft", "data": {"packing": "whole"}}, "data.packing=whole is for task=pretrain and data.kind=text or "),
-    ({"data": {"kind": "mock", "path": "", "packing": "whole"}}, "data.packing=whole is for task=pretrain and"),
-    ({"data": {"kind": "tokens", "cache": "a"}}, "data.cache=a is for task=pretrain and data.kind=text or jsonl"),
-    ({"task": "grpo", "data": {"cache": "a"}}, "data.cache=a is for task=pretrain"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            {"task": "sft", "data": {"packing": "whole"}},
+            "data.packing=whole is for task=pretrain and data.kind=text or ",
+        ),
+        (
+            {"data": {"kind": "mock", "path": "", "packing": "whole"}},
+            "data.packing=whole is for task=pretrain and",
+        ),
+        (
+            {"data": {"kind": "tokens", "cache": "a"}},
+            "data.cache=a is for task=pretrain and data.kind=text or jsonl",
+        ),
+        ({"task": "grpo", "data": {"cache": "a"}}, "data.cache=a is for task=pretrain"),
+    ],
+)
 def test_settings_that_would_be_lost(words, message):
     model = {"name": "llama3-8b-tiny", "vocab_size": 258}
     with pytest.raises(InputError, match=message):
-        from_dict({"model": model} | words | {"data": {"kind": "jsonl", "path": "x"} | words["data"]})
+        from_dict(
+            {"model": model} | words | {"data": {"kind": "jsonl", "path": "x"} | words["data"]}
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache
 
 
 def same(ours, theirs) -> None:
-    assert len(ours) == len(theirs) and ours.bytes_per_token == theirs.bytes_per_token and ours.about == theirs.about
+    assert (
+        len(ours) == len(theirs)
+        and ours.bytes_per_token == theirs.bytes_per_token
+        and ours.about == theirs.about
+    )
     assert epoch_of(ours) == epoch_of(theirs) and ours.origin(1) == theirs.origin(1)
 
 
@@ -209,7 +294,9 @@ def test_rows_of_a_cache_are_those_of_memory(tmp_path, kind, packing):
     folder.mkdir()
     texts = [f"{n} ä🙂\n" * (n % 7) for n in range(40)]
     if kind == "jsonl":
-        (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + "{\n")
+        (folder / "a.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts) + "{\n"
+        )
     else:
         (folder / "bad").write_bytes(b"\xff")
         for n, text in enumerate(texts):
@@ -218,7 +305,8 @@ def test_rows_of_a_cache_are_those_of_memory(tmp_path, kind, packing):
     for more in ({}, {"validation": 0.2}):
         fields = {"on_error": "skip", "packing": packing, **more}
         kept, plain = (
-            open_data(Data(kind, str(folder), **fields, cache=where), 16, 258, 5) for where in (str(cache), "")
+            open_data(Data(kind, str(folder), **fields, cache=where), 16, 258, 5)
+            for where in (str(cache), "")
         )
         for _ in range(2):
             for ours, theirs in zip(kept, plain, strict=True):
@@ -226,7 +314,9 @@ def test_rows_of_a_cache_are_those_of_memory(tmp_path, kind, packing):
                 if ours:
                     same(ours, theirs)
             kept = open_data(Data(kind, str(folder), **fields, cache=str(cache)), 16, 258, 5)
-    assert len(list(cache.glob("*.tokens"))) == 1  # validation chooses documents, and makes no others
+    assert (
+        len(list(cache.glob("*.tokens"))) == 1
+    )  # validation chooses documents, and makes no others
 
 
 def test_a_cache_is_made_once_and_anew_when_a_file_changed(tmp_path, monkeypatch):
@@ -235,7 +325,9 @@ def test_a_cache_is_made_once_and_anew_when_a_file_changed(tmp_path, monkeypatch
     data = Data("text", str(file), cache=str(cache))
     first, _ = open_data(data, 8, 258, 0)
     assert tokens_of(first)[ord("x")] == 9
-    monkeypatch.setattr("minitrain.data.text.corpus.write_tokens", None)  # which is called no more
+    monkeypatch.setattr(
+        "minitrain.data.text.corpus.write_tokens", None
+    )  # which is called no more
     same(open_data(data, 8, 258, 0)[0], first)
     monkeypatch.undo()
     time = file.stat().st_mtime_ns
@@ -272,7 +364,9 @@ def test_a_cache_that_is_damaged(tmp_path):
     whole = index.read_bytes(), tokens.read_bytes()
     for n in (0, 100, len(whole[0]) - 1):
         index.write_bytes(whole[0][:n])
-        with pytest.raises(InputError, match=rf"^{index} and the tokens beside it are damaged \(remove them\)$"):
+        with pytest.raises(
+            InputError, match=rf"^{index} and the tokens beside it are damaged \(remove them\)$"
+        ):
             open_data(data, 8, 258, 0)
     index.write_bytes(whole[0])
     tokens.write_bytes(whole[1][:-2])
@@ -313,8 +407,26 @@ def trained_tokenizer(folder: Path, text: str) -> str:
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kind):
     """With words, spaces, indented lines, empty ones and those of other scripts around their ends."""
     random = np.random.default_rng(0)
-    parts = ["the", " quick", "\n", "\n\n", "    if", "\t", " ", "ä", "漢字", "🙂", "'s", "1", "...", "\r\n", "\u3000"]
-    lines = [random.choice([*parts, "the", "quick"], size=n) for n in random.integers(1, 6, size=1000)]
+    parts = [
+        "the",
+        " quick",
+        "\n",
+        "\n\n",
+        "    if",
+        "\t",
+        " ",
+        "ä",
+        "漢字",
+        "🙂",
+        "'s",
+        "1",
+        "...",
+        "\r\n",
+        "\u3000",
+    ]
+    lines = [
+        random.choice([*parts, "the", "quick"], size=n) for n in random.integers(1, 6, size=1000)
+    ]
     text = "\n".join("".join(line) for line in lines)
     (tmp_path / "a.txt").write_text(text, newline="")
     tokenizer = "bytes" if kind == "bytes" else trained_tokenizer(tmp_path, text)
@@ -322,7 +434,9 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kin
     for size in (150, 500, 9000):
         monkeypatch.setattr("minitrain.data.records.PIECE", size)
         cache = str(tmp_path / f"cache-{size}")
-        pieces, _ = open_data(Data("text", str(tmp_path / "a.txt"), tokenizer=tokenizer, cache=cache), 8, 400, 0)
+        pieces, _ = open_data(
+            Data("text", str(tmp_path / "a.txt"), tokenizer=tokenizer, cache=cache), 8, 400, 0
+        )
         same(pieces, whole)
     (tmp_path / "empty.txt").write_text("some\r\n\r\n\u3000 text\r\n\n" * 99, newline="")
     monkeypatch.setattr("minitrain.data.records.PIECE", 100)
@@ -336,7 +450,9 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kin
     message = rf"b.txt is not UTF-8 at byte {2 * len(text.encode()) + 1} "
     with pytest.raises(InputError, match=message):
         open_data(Data("text", str(tmp_path / "b.txt"), **cached), 8, 400, 0)
-    skipped, _ = open_data(Data("text", str(tmp_path / "?.txt"), on_error="skip", **cached), 8, 400, 0)
+    skipped, _ = open_data(
+        Data("text", str(tmp_path / "?.txt"), on_error="skip", **cached), 8, 400, 0
+    )
     assert epoch_of(skipped) == epoch_of(whole) and "1 skipped" in skipped.about
 
 

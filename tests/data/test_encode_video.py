@@ -36,13 +36,26 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     way = {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     AutoencoderKLWan(**way).save_pretrained(folder / "vae")
-    shape = {"vocab_size": 8, "d_model": 64, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    shape = {
+        "vocab_size": 8,
+        "d_model": 64,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     UMT5EncoderModel(UMT5Config(**shape)).bfloat16().save_pretrained(folder / "text_encoder")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    words.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(
+        folder / "tokenizer"
+    )
     save_pretrained(Wan(model_config("wan2.1-1.3b-tiny")), folder / "transformer")
     for clip, count in (("one", 7), ("two", 5), ("three", 9)):
         frames = folder / "videos" / clip
@@ -63,12 +76,26 @@ def parts(folder, dtype=torch.bfloat16) -> dict:
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
         ),
         "transformer": None,
-    }  # fmt: skip
+    }
 
 
 def encode(folder, out, *more) -> None:
-    dispatch(["encode-video", "--encoders", str(folder), "--out", str(out), "--size", "32", "48", "--device", "cpu",
-              str(folder / "videos"), *more])  # fmt: skip
+    dispatch(
+        [
+            "encode-video",
+            "--encoders",
+            str(folder),
+            "--out",
+            str(out),
+            "--size",
+            "32",
+            "48",
+            "--device",
+            "cpu",
+            str(folder / "videos"),
+            *more,
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", ["{}.png", "frame_{:02}.png", "a.{:04}.png"])
@@ -88,12 +115,18 @@ def test_latents_and_texts_are_those_of_diffusers(folder, tmp_path, capsys):
     pipeline.scheduler.add_noise = lambda latents, noise, timestep: latents
     for clip, count in (("one", 5), ("two", 5), ("three", 5)):
         files = sorted((folder / "videos" / clip).iterdir())[:count]
-        frames = pipeline.video_processor.preprocess_video([Image.open(file) for file in files], 32, 48)
-        wanted = pipeline.prepare_latents(frames, 1, 16, 32, 48, torch.float32, torch.device("cpu"))[0]
+        frames = pipeline.video_processor.preprocess_video(
+            [Image.open(file) for file in files], 32, 48
+        )
+        wanted = pipeline.prepare_latents(
+            frames, 1, 16, 32, 48, torch.float32, torch.device("cpu")
+        )[0]
         found = load_file(tmp_path / "latents" / f"{clip}.safetensors")
         torch.testing.assert_close(found["latents"], wanted, atol=1e-5, rtol=1e-5)
         for name, caption, tokens in (("text", CAPTION, 8), ("negative", "", 1)):
-            text = WanPipeline(**parts(folder))._get_t5_prompt_embeds(caption, max_sequence_length=16)[0]
+            text = WanPipeline(**parts(folder))._get_t5_prompt_embeds(
+                caption, max_sequence_length=16
+            )[0]
             assert found[name].shape == (tokens, 64) and not text[tokens:].any()
             torch.testing.assert_close(found[name], text[:tokens], atol=0.02, rtol=0.02)
     assert "latents holds 3 videos" in capsys.readouterr().out
@@ -101,7 +134,9 @@ def test_latents_and_texts_are_those_of_diffusers(folder, tmp_path, capsys):
 
 def test_training_on_own_videos_and_generating_from_lines_of_text(folder, tmp_path):
     encode(folder, tmp_path / "latents")
-    shapes = [load_file(file)["latents"].shape for file in sorted((tmp_path / "latents").iterdir())]
+    shapes = [
+        load_file(file)["latents"].shape for file in sorted((tmp_path / "latents").iterdir())
+    ]
     assert shapes == [(16, 2, 4, 6), (16, 3, 4, 6), (16, 2, 4, 6)]
     (tmp_path / "empty.yaml").write_text("")
     words = f"""task=diffusion model={folder}/transformer data.kind=latents data.path={tmp_path}/latents batch.global=2
@@ -111,11 +146,17 @@ def test_training_on_own_videos_and_generating_from_lines_of_text(folder, tmp_pa
     encoders = Encoders(str(folder), torch.device("cpu"))
     (tmp_path / "lines.txt").write_text(f"{CAPTION}\n\na blue a\n")
     prompts = generate_video.embed_lines(encoders, tmp_path / "lines.txt", "red", 16)
-    model = generate_video.load_merged(str(tmp_path / "out"), None, torch.float32, torch.device("cpu"))
+    model = generate_video.load_merged(
+        str(tmp_path / "out"), None, torch.float32, torch.device("cpu")
+    )
     latents = generate_video.generate(model, prompts, [2, 4, 6], steps=3, guidance=2.5, seed=4)
     noise = torch.randn(2, 16, 2, 4, 6, generator=torch.Generator().manual_seed(4))
-    theirs = WanPipeline(**parts(folder) | {"transformer": WanTransformer3DModel.from_pretrained(tmp_path / "out")})
-    videos = theirs([CAPTION, "a blue a"], "red", 32, 48, 5, 3, 2.5, latents=noise, max_sequence_length=16).frames
+    theirs = WanPipeline(
+        **parts(folder) | {"transformer": WanTransformer3DModel.from_pretrained(tmp_path / "out")}
+    )
+    videos = theirs(
+        [CAPTION, "a blue a"], "red", 32, 48, 5, 3, 2.5, latents=noise, max_sequence_length=16
+    ).frames
     for video, wanted in zip(latents, videos, strict=True):
         pixels = encoders.decode(video).permute(0, 2, 3, 1).numpy()
         assert np.abs(pixels - wanted * 255).max() < 3
@@ -140,8 +181,10 @@ def test_a_video_file_is_read_at_the_rate_asked_for(folder, tmp_path):
         seen = video.float().mean((1, 2, 3))
         torch.testing.assert_close(seen, levels[: 9 * step : step].float(), atol=3, rtol=0)
     (tmp_path / "lines.txt").write_text("red\nblue\n")
-    generate.main(f"""--task diffusion --model {folder}/transformer --encoders {folder} --prompts {tmp_path}/lines.txt
-    --size 2 4 6 --steps 1 --device cpu --out {tmp_path}/made.mp4""".split())  # fmt: skip
+    generate.main(
+        f"""--task diffusion --model {folder}/transformer --encoders {folder} --prompts {tmp_path}/lines.txt
+    --size 2 4 6 --steps 1 --device cpu --out {tmp_path}/made.mp4""".split()
+    )
     for number in (1, 2):
         assert read_frames(tmp_path / f"made-{number}.mp4", [32, 48], 9).shape == (5, 3, 32, 48)
 

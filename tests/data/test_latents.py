@@ -27,13 +27,25 @@ def folder(tmp_path):
 
 def config_of(path, exclude=(), **model):
     """Of a model that takes those videos, in patches of (1, 2, 2)."""
-    model = {"name": "wan2.1-1.3b-tiny", "in_channels": 2, "out_channels": 2, "text_dim": 6} | model
+    model = {
+        "name": "wan2.1-1.3b-tiny",
+        "in_channels": 2,
+        "out_channels": 2,
+        "text_dim": 6,
+    } | model
     data = {"kind": "latents", "path": path, "exclude": list(exclude), "text_tokens": 4}
-    return from_dict({"task": "diffusion", "model": model, "data": data, "batch": {"seq_len": 14}})
+    return from_dict(
+        {"task": "diffusion", "model": model, "data": data, "batch": {"seq_len": 14}}
+    )
 
 
 def open_cache(folder: Path, group: int = 1, seed: int = 0, **model) -> LatentCache:
-    return LatentCache(find_buckets(config_of(str(folder), **model), Skips()), text_tokens=4, group=group, seed=seed)
+    return LatentCache(
+        find_buckets(config_of(str(folder), **model), Skips()),
+        text_tokens=4,
+        group=group,
+        seed=seed,
+    )
 
 
 def number(row: dict) -> int:
@@ -75,7 +87,9 @@ def test_rows_are_fp32_and_texts_padded_with_zeros(folder):
 def test_files_with_and_without_a_negative_text_share_buckets(folder):
     """It is padded as the text is, and takes its place where that is hidden."""
     negative = torch.full((2, 6), -1.0)
-    save_video(folder / "9.safetensors", torch.full(SHAPES[1], 9.0), torch.ones(1, 6), negative=negative)
+    save_video(
+        folder / "9.safetensors", torch.full(SHAPES[1], 9.0), torch.ones(1, 6), negative=negative
+    )
     cache = open_cache(folder)
     assert [len(bucket) for bucket in cache.buckets] == [5, 5]
     rows = [cache.row(n) for n in range(10)]
@@ -91,9 +105,14 @@ def test_image_to_video_files(tmp_path):
     save_video(tmp_path / "a.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **more)
     row = open_cache(tmp_path, in_channels=5, image_dim=7).row(0)
     assert all(torch.equal(row[key], more[key]) for key in more)
-    other = {"condition": more["condition"], "image": torch.randn(4, 7)}  # micro-batches stack images
+    other = {
+        "condition": more["condition"],
+        "image": torch.randn(4, 7),
+    }  # micro-batches stack images
     save_video(tmp_path / "b.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **other)
-    assert [len(bucket) for bucket in open_cache(tmp_path, in_channels=5, image_dim=7).buckets] == [1, 1]
+    assert [
+        len(bucket) for bucket in open_cache(tmp_path, in_channels=5, image_dim=7).buckets
+    ] == [1, 1]
 
 
 def test_mock_latents_are_normal_and_reproducible():
@@ -108,18 +127,58 @@ def test_mock_latents_are_normal_and_reproducible():
     assert values.mean().abs() < 0.05 and values.std().item() == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize("tensors, message", [
-    ({"latents": torch.zeros(2, 1, 2, 4)}, "tensor text is missing"),
-    ({"text": torch.zeros(2, 6)}, "tensor latents is missing"),
-    ({"latents_1x2x4_bfloat16": torch.zeros(2, 1, 2, 4)}, "latents is missing (it holds latents_1x2x4_bfloat16; see"),
-    ({"latents": torch.zeros(1, 2, 1, 2, 4), "text": torch.zeros(2, 6)}, "tensor latents has shape [1, 2, 1, 2, 4]"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(0, 6)}, "shape [0, 6], expected 2 dimensions, none of"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(9, 6)}, "text has 9 tokens, more than the 4 of a row"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 5)}, "x.safetensors: text is [2, 5], the model takes"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "image": torch.zeros(1, 1)}, "image is [1, 1]"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "negative": torch.zeros(9, 6)}, "negative has 9"),
-    ({"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 6), "negative": torch.zeros(2, 5)}, "negative is [2"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        ({"latents": torch.zeros(2, 1, 2, 4)}, "tensor text is missing"),
+        ({"text": torch.zeros(2, 6)}, "tensor latents is missing"),
+        (
+            {"latents_1x2x4_bfloat16": torch.zeros(2, 1, 2, 4)},
+            "latents is missing (it holds latents_1x2x4_bfloat16; see",
+        ),
+        (
+            {"latents": torch.zeros(1, 2, 1, 2, 4), "text": torch.zeros(2, 6)},
+            "tensor latents has shape [1, 2, 1, 2, 4]",
+        ),
+        (
+            {"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(0, 6)},
+            "shape [0, 6], expected 2 dimensions, none of",
+        ),
+        (
+            {"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(9, 6)},
+            "text has 9 tokens, more than the 4 of a row",
+        ),
+        (
+            {"latents": torch.zeros(2, 1, 2, 4), "text": torch.zeros(2, 5)},
+            "x.safetensors: text is [2, 5], the model takes",
+        ),
+        (
+            {
+                "latents": torch.zeros(2, 1, 2, 4),
+                "text": torch.zeros(2, 6),
+                "image": torch.zeros(1, 1),
+            },
+            "image is [1, 1]",
+        ),
+        (
+            {
+                "latents": torch.zeros(2, 1, 2, 4),
+                "text": torch.zeros(2, 6),
+                "negative": torch.zeros(9, 6),
+            },
+            "negative has 9",
+        ),
+        (
+            {
+                "latents": torch.zeros(2, 1, 2, 4),
+                "text": torch.zeros(2, 6),
+                "negative": torch.zeros(2, 5),
+            },
+            "negative is [2",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_files_that_are_refused(folder, tensors, message):
     save_file(tensors, folder / "x.safetensors")
     with pytest.raises(InputError) as error:
@@ -136,6 +195,9 @@ def test_folders_that_are_refused(tmp_path):
 
 
 def test_paths_and_exclude_are_those_of_all_kinds_of_data(folder):
-    path, exclude = [f"{folder}/[0-3].safetensors", f"{folder}/8.safetensors"], ["*/2.safetensors", "*/8.*"]
+    path, exclude = (
+        [f"{folder}/[0-3].safetensors", f"{folder}/8.safetensors"],
+        ["*/2.safetensors", "*/8.*"],
+    )
     buckets = find_buckets(config_of(path, exclude), Skips())
     assert [file.stem for files in buckets for file in files] == ["0", "1", "3"]

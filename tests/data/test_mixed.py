@@ -48,32 +48,45 @@ def greedy(weights: list[float], rows: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "weights", [[1], [1, 1], [3, 1], [5, 0.5, 2, 2.5], [0.3, 0.3, 0.4], [1e-3, 1], [7, 11, 13, 17]]
+    "weights",
+    [[1], [1, 1], [3, 1], [5, 0.5, 2, 2.5], [0.3, 0.3, 0.4], [1e-3, 1], [7, 11, 13, 17]],
 )
 def test_the_source_that_lacks_most_is_next(weights):
     """Where rounding decides between equals, either is right: what each source has by then is what counts."""
-    mixed = Mixed([Counting(i, 100) for i in range(len(weights))], list("abcd")[: len(weights)], weights)
+    mixed = Mixed(
+        [Counting(i, 100) for i in range(len(weights))], list("abcd")[: len(weights)], weights
+    )
     found = [tuple(mixed.row(n)["tokens"].tolist()) for n in range(BLOCK)]
     counts = np.zeros(len(weights))
     shares = np.array(weights) / sum(weights)
     for n, (source, number) in enumerate(found):
-        assert number == counts[source] and max(shares * (n + 1) - counts) <= (shares * (n + 1) - counts)[source] + 1e-9
+        assert (
+            number == counts[source]
+            and max(shares * (n + 1) - counts) <= (shares * (n + 1) - counts)[source] + 1e-9
+        )
         counts[source] += 1
         assert abs(shares * (n + 1) - counts).max() < 1 + 1e-9
     if weights in ([1], [1, 1], [3, 1], [5, 0.5, 2, 2.5]):  # which floats hold exactly
         assert found == greedy(weights, BLOCK)
-    for n in (BLOCK, 3 * BLOCK + 17, 10**12 * BLOCK + 5):  # the same order again, each source going on
+    for n in (
+        BLOCK,
+        3 * BLOCK + 17,
+        10**12 * BLOCK + 5,
+    ):  # the same order again, each source going on
         block, place = divmod(n, BLOCK)
         source, number = found[place]
         assert mixed.row(n)["tokens"].tolist() == [source, number + block * int(counts[source])]
         assert mixed.row(np.int64(n))["sources"].tolist() == [source, source]
 
 
-@pytest.mark.parametrize("lengths, weights", [
-    ([5, 100], [1, 1]), ([10, 10], [3, 1]), ([1, 7, 50], [1, 2, 3]), ([30_000, 90_000], [1, 2]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lengths, weights",
+    [([5, 100], [1, 1]), ([10, 10], [3, 1]), ([1, 7, 50], [1, 2, 3]), ([30_000, 90_000], [1, 2])],
+)
 def test_its_length_ends_before_any_row_comes_again(lengths, weights):
-    mixed = Mixed([Counting(i, length) for i, length in enumerate(lengths)], "abc"[: len(lengths)], weights)
+    mixed = Mixed(
+        [Counting(i, length) for i, length in enumerate(lengths)], "abc"[: len(lengths)], weights
+    )
     places = [mixed.place(n) for n in range(len(mixed) + 1)]
     assert all(number < lengths[source] for source, number in places[:-1])
     source, number = places[-1]
@@ -81,7 +94,10 @@ def test_its_length_ends_before_any_row_comes_again(lengths, weights):
 
 
 def test_a_share_below_a_row_in_a_block_is_refused():
-    with pytest.raises(InputError, match=r"data.sources: 'b' has 1e-06 of all weights, which is less than a row in"):
+    with pytest.raises(
+        InputError,
+        match=r"data.sources: 'b' has 1e-06 of all weights, which is less than a row in",
+    ):
         Mixed([Counting(0, 9), Counting(1, 9)], "ab", [1, 1e-6])
 
 
@@ -94,7 +110,10 @@ MODEL = {"name": "llama3-8b-tiny", "vocab_size": 258, "initializer_range": 0.2}
 def texts(tmp_path):
     """Three sources of different kinds, each with its own letters."""
     for name, letters in (("a", "abc"), ("b", "xyz")):
-        lines = [json.dumps({"body": "".join(letters[(n * k) % 3] for k in range(n % 9 + 3))}) for n in range(60)]
+        lines = [
+            json.dumps({"body": "".join(letters[(n * k) % 3] for k in range(n % 9 + 3))})
+            for n in range(60)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     np.save(tmp_path / "c.npy", np.arange(500) % 7)
     return tmp_path
@@ -102,37 +121,60 @@ def texts(tmp_path):
 
 def tree(folder, task="pretrain", **more):
     sources = [
-        {"path": str(folder / "a.jsonl"), "weight": 5, "name": "one"}, {"path": str(folder / "b.jsonl"), "weight": 2},
+        {"path": str(folder / "a.jsonl"), "weight": 5, "name": "one"},
+        {"path": str(folder / "b.jsonl"), "weight": 2},
         {"path": str(folder / "c.npy"), "kind": "tokens", "weight": 1, "name": "three"},
-    ]  # fmt: skip
+    ]
     data = {"kind": "jsonl", "field": "body", "sources": sources}
     return {
-        "model": MODEL, "task": task, "data": data, "batch": {"global": 8, "micro": 2, "seq_len": 16}, "steps": 3,
-        "optim": {"name": "sgd", "lr": 0.5}, "device": "cpu",
-    } | more  # fmt: skip
+        "model": MODEL,
+        "task": task,
+        "data": data,
+        "batch": {"global": 8, "micro": 2, "seq_len": 16},
+        "steps": 3,
+        "optim": {"name": "sgd", "lr": 0.5},
+        "device": "cpu",
+    } | more
 
 
 def test_each_source_is_read_and_shuffled_as_if_alone(texts):
     config = from_dict(tree(texts))
     mixed, held = open_dataset(config)
     assert held is None and mixed.about.startswith("one: 62.50% of the rows, ")
-    alone = [open_dataset(from_dict(tree(texts, data={"path": source.path, "kind": source.kind or "jsonl",
-             "field": "body"})))[0] for source in config.data.sources]  # fmt: skip
+    alone = [
+        open_dataset(
+            from_dict(
+                tree(
+                    texts,
+                    data={"path": source.path, "kind": source.kind or "jsonl", "field": "body"},
+                )
+            )
+        )[0]
+        for source in config.data.sources
+    ]
     seen = Counter()
     for n in range(400):
         source, number = mixed.place(n)
         row = mixed.row(n)
         assert (row.pop("sources") == source).all()
         expected = alone[source].row(number)
-        assert row.keys() == expected.keys() and all(torch.equal(row[key], expected[key]) for key in row)
-        assert mixed.origin(n).startswith(("one: document", f"{texts}/b.jsonl: document", "three: ")[source])
+        assert row.keys() == expected.keys() and all(
+            torch.equal(row[key], expected[key]) for key in row
+        )
+        assert mixed.origin(n).startswith(
+            ("one: document", f"{texts}/b.jsonl: document", "three: ")[source]
+        )
         seen[source] += 1
     assert seen == {0: 250, 1: 100, 2: 50} and 3 * len(alone[0]) < 250  # epochs of its own
     files = [file.name for file in data_files(config.data)]
     assert sorted(set(files)) == ["a.jsonl", "b.jsonl", "c.npy"]
     config = from_dict(tree(texts, data=tree(texts)["data"] | {"validation": 0.3}))
     train, held = open_dataset(config)
-    assert held.row(0)["sources"].tolist() == [0] * 16 and len(held) >= 1 and len(held.datasets[0]) < len(alone[0]) / 2
+    assert (
+        held.row(0)["sources"].tolist() == [0] * 16
+        and len(held) >= 1
+        and len(held.datasets[0]) < len(alone[0]) / 2
+    )
     assert sum(len(side.datasets[0].corpus) for side in (train, held)) == len(alone[0].corpus)
 
 
@@ -158,22 +200,32 @@ def first_losses(settings: dict) -> dict[str, float]:
         labels = row.pop("labels").flatten()
         logits = model(row.pop("tokens"), **row).flatten(0, 1).float()
         for key in ("loss", name):
-            sums[key] += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum").item()
+            sums[key] += F.cross_entropy(
+                logits, labels, ignore_index=IGNORE, reduction="sum"
+            ).item()
             counts[key] += int((labels != IGNORE).sum())
     return {key: sums[key] / counts[key] for key in sums}
 
 
 LAYOUTS = [
-    (2, {}), (2, {"cp": 2}), (2, {"tp": 2}), (4, {"pp": 2, "tp": 2}), (4, {"cp": 2, "dp_replicate": 2}),
+    (2, {}),
+    (2, {"cp": 2}),
+    (2, {"tp": 2}),
+    (4, {"pp": 2, "tp": 2}),
+    (4, {"cp": 2, "dp_replicate": 2}),
     (4, {"pp": 2, "cp": 2}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("ranks, layout", LAYOUTS, ids=str)
 def test_losses_by_source_are_those_of_one_process(pool, texts, ranks, layout):
     expected = pool.run(1, run, tree(texts))[0]
     plain = first_losses(tree(texts))
-    assert plain.keys() == expected[0].keys() == {"loss", "loss/one", f"loss/{texts}/b.jsonl", "loss/three"}
+    assert (
+        plain.keys()
+        == expected[0].keys()
+        == {"loss", "loss/one", f"loss/{texts}/b.jsonl", "loss/three"}
+    )
     assert expected[0] == pytest.approx(plain, rel=1e-5)
     assert expected[1]["loss"] < expected[0]["loss"]
     for steps in pool.run(ranks, run, tree(texts, parallel=layout)):
@@ -183,46 +235,91 @@ def test_losses_by_source_are_those_of_one_process(pool, texts, ranks, layout):
 
 def test_a_run_goes_on_exactly_and_says_what_it_mixes(texts):
     for name, letter in (("chats", "a"), ("more", "b")):
-        lines = [json.dumps({"prompt": f"{n}{letter}?", "response": letter * n}) for n in range(1, 9)]
+        lines = [
+            json.dumps({"prompt": f"{n}{letter}?", "response": letter * n}) for n in range(1, 9)
+        ]
         (texts / f"{name}.jsonl").write_text("\n".join(lines))
     weights = {"chats": 3, "more": 1}
-    sources = [{"path": str(texts / f"{name}.jsonl"), "weight": w, "name": name} for name, w in weights.items()]
+    sources = [
+        {"path": str(texts / f"{name}.jsonl"), "weight": w, "name": name}
+        for name, w in weights.items()
+    ]
     words = [
-        f"data.sources={json.dumps(sources)}", "task=sft", "data.kind=jsonl", "data.template=plain", "device=cpu",
-        "model=llama3-8b-tiny", "model.vocab_size=258", "batch.global=8", "batch.micro=4", "batch.seq_len=32",
-    ]  # fmt: skip
+        f"data.sources={json.dumps(sources)}",
+        "task=sft",
+        "data.kind=jsonl",
+        "data.template=plain",
+        "device=cpu",
+        "model=llama3-8b-tiny",
+        "model.vocab_size=258",
+        "batch.global=8",
+        "batch.micro=4",
+        "batch.seq_len=32",
+    ]
     (texts / "empty.yaml").write_text("{}")
 
     def steps_of(out, *more):
         done = command(
-            "-m", "minitrain.train", "--config", texts / "empty.yaml", *words, f"out_dir={texts / out}", *more
+            "-m",
+            "minitrain.train",
+            "--config",
+            texts / "empty.yaml",
+            *words,
+            f"out_dir={texts / out}",
+            *more,
         )
         assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (texts / out / "metrics.jsonl").read_text().splitlines()]
-        return [{key: line[key] for key in line if key.startswith("loss")} for line in lines], done.stdout + done.stderr
+        lines = [
+            json.loads(line) for line in (texts / out / "metrics.jsonl").read_text().splitlines()
+        ]
+        return [
+            {key: line[key] for key in line if key.startswith("loss")} for line in lines
+        ], done.stdout + done.stderr
 
     whole, told = steps_of("whole", "steps=4")
-    assert "chats: 75.00% of the rows" in told and "more: 25.00% of the rows" in told and ", chats " in told
+    assert (
+        "chats: 75.00% of the rows" in told
+        and "more: 25.00% of the rows" in told
+        and ", chats " in told
+    )
     assert all({"loss", "loss/chats", "loss/more"} == line.keys() for line in whole)
     steps_of("cut", "steps=2")
     again, _ = steps_of("cut", "steps=4")
     assert again == whole
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"sources": [{"path": "a", "weight": 0}]}, "data.sources: weight=0.0 must be above 0"),
-    ({"sources": [{"path": "a", "weight": -1}]}, "data.sources: weight=-1.0 must be above 0"),
-    ({"sources": [{"path": "a", "weight": float("nan")}]}, r"data.sources\[0\].weight must be a finite number"),
-    ({"sources": [{"path": "a", "wait": 1}]}, r"unknown key data.sources\[0\].wait"),
-    ({"sources": [{"path": "a"}, {"path": "a"}]}, "data.sources has two of the name 'a'"),
-    ({"sources": [{"path": "a"}], "path": "b"}, "data.path and data.sources: give one of them"),
-    ({"sources": [{"name": "x"}]}, "data.sources 'x': data.kind=jsonl needs data.path"),
-    ({"sources": [{"path": "a"}], "kind": "mock"}, "data.sources 'a': data.kind=mock must be text or jsonl or tokens"),
-    ({"sources": [{"path": "a", "kind": "tokens"}], "cache": "x"}, "data.cache=x is for task=pretrain and"),
-    ({"task": "grpo"}, "data.sources are for task=pretrain, sft and lora, not for task=grpo"),
-    ({"task": "sft", "sources": [{"path": "a", "kind": "text"}]}, "data.sources 'a': data.kind=text holds no chats"),
-    ({"epochs": 1.0}, "epochs and validation.exact_match are not for data.sources"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sources": [{"path": "a", "weight": 0}]}, "data.sources: weight=0.0 must be above 0"),
+        ({"sources": [{"path": "a", "weight": -1}]}, "data.sources: weight=-1.0 must be above 0"),
+        (
+            {"sources": [{"path": "a", "weight": float("nan")}]},
+            r"data.sources\[0\].weight must be a finite number",
+        ),
+        ({"sources": [{"path": "a", "wait": 1}]}, r"unknown key data.sources\[0\].wait"),
+        ({"sources": [{"path": "a"}, {"path": "a"}]}, "data.sources has two of the name 'a'"),
+        (
+            {"sources": [{"path": "a"}], "path": "b"},
+            "data.path and data.sources: give one of them",
+        ),
+        ({"sources": [{"name": "x"}]}, "data.sources 'x': data.kind=jsonl needs data.path"),
+        (
+            {"sources": [{"path": "a"}], "kind": "mock"},
+            "data.sources 'a': data.kind=mock must be text or jsonl or tokens",
+        ),
+        (
+            {"sources": [{"path": "a", "kind": "tokens"}], "cache": "x"},
+            "data.cache=x is for task=pretrain and",
+        ),
+        ({"task": "grpo"}, "data.sources are for task=pretrain, sft and lora, not for task=grpo"),
+        (
+            {"task": "sft", "sources": [{"path": "a", "kind": "text"}]},
+            "data.sources 'a': data.kind=text holds no chats",
+        ),
+        ({"epochs": 1.0}, "epochs and validation.exact_match are not for data.sources"),
+    ],
+)
 def test_settings_that_contradict_each_other(change, message):
     data = {"kind": "jsonl", "sources": [{"path": "a"}, {"path": "b"}]}
     top = {key: change.pop(key) for key in ("task", "epochs") if key in change}
@@ -230,9 +327,13 @@ def test_settings_that_contradict_each_other(change, message):
         from_dict({"model": MODEL, "data": data | change} | top)
 
 
-@pytest.mark.parametrize("first, second, saved", [
-    ("tokens", "tokens", False), ("tokens", "jsonl", True), ("text", "tokens", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "first, second, saved",
+    [("tokens", "tokens", False), ("tokens", "jsonl", True), ("text", "tokens", True)],
+)
 def test_the_tokenizer_is_saved_if_it_made_any_source(first, second, saved):
     sources = [{"path": "a"}, {"path": "b", "kind": second}]
-    assert has_tokenizer(from_dict({"model": MODEL, "data": {"kind": first, "sources": sources}})) == saved
+    assert (
+        has_tokenizer(from_dict({"model": MODEL, "data": {"kind": first, "sources": sources}}))
+        == saved
+    )

@@ -22,10 +22,18 @@ from minitrain.errors import InputError
 from minitrain.settings import Data
 
 ROWS = [
-    {"text": f"Zeile {n} ä\n🙂", "number": n / 8, "day": date(2026, 1, n), "empty": None, "messages": [
-        {"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a" * n}]}
+    {
+        "text": f"Zeile {n} ä\n🙂",
+        "number": n / 8,
+        "day": date(2026, 1, n),
+        "empty": None,
+        "messages": [
+            {"role": "user", "content": f"q{n}"},
+            {"role": "assistant", "content": "a" * n},
+        ],
+    }
     for n in range(1, 8)
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +43,25 @@ def written(tmp_path_factory) -> Path:
     table = datasets.Dataset.from_list(ROWS)
     table.to_json(folder / "a.jsonl")
     lines = (folder / "a.jsonl").read_bytes()
-    (folder / "two-members.jsonl.gz").write_bytes(gzip.compress(lines[:100]) + gzip.compress(lines[100:]))
+    (folder / "two-members.jsonl.gz").write_bytes(
+        gzip.compress(lines[:100]) + gzip.compress(lines[100:])
+    )
     objects = [json.loads(line) for line in lines.splitlines()]
     (folder / "array.json").write_text("\ufeff" + json.dumps(objects, indent=1), encoding="utf-8")
     (folder / "array.json.gz").write_bytes(gzip.compress(json.dumps(objects).encode()))
     table.to_parquet(folder / "a.parquet", batch_size=3)
     stored = table.data.table
-    with pyarrow.OSFile(str(folder / "file.arrow"), "wb") as raw, pyarrow.ipc.new_file(raw, stored.schema) as writer:
+    with (
+        pyarrow.OSFile(str(folder / "file.arrow"), "wb") as raw,
+        pyarrow.ipc.new_file(raw, stored.schema) as writer,
+    ):
         writer.write_table(stored, max_chunksize=2)
     table.save_to_disk(folder / "saved", num_shards=2)
     loaded = datasets.load_from_disk(folder / "saved")
-    loaded.map(lambda row: {"text": "a cache"}, cache_file_name=str(folder / "saved" / "cache-0123.arrow"))
+    loaded.map(
+        lambda row: {"text": "a cache"},
+        cache_file_name=str(folder / "saved" / "cache-0123.arrow"),
+    )
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(folder / "splits")
     return folder
 
@@ -54,7 +70,15 @@ def objects_in(path: Path) -> list[dict]:
     return list(read_records(find_files(Data("jsonl", str(path))), lambda row: row, Skips()))
 
 
-FORMS = ["two-members.jsonl.gz", "array.json", "array.json.gz", "a.parquet", "file.arrow", "saved", "splits/train"]
+FORMS = [
+    "two-members.jsonl.gz",
+    "array.json",
+    "array.json.gz",
+    "a.parquet",
+    "file.arrow",
+    "saved",
+    "splits/train",
+]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -65,7 +89,9 @@ def test_all_forms_hold_the_same_objects(written, name):
     for ours, theirs in zip(found, expected, strict=True):
         days = ours.pop("day"), theirs["day"]
         assert ours == {key: value for key, value in theirs.items() if key != "day"}
-        assert days[0] == days[1] or days[0] == str(date.fromisoformat(days[0]))  # pandas wrote the other with a time
+        assert days[0] == days[1] or days[0] == str(
+            date.fromisoformat(days[0])
+        )  # pandas wrote the other with a time
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -82,15 +108,21 @@ def test_documents_are_the_same_from_all_forms(written, tmp_path, name):
 
 def test_numbers_of_tables_are_exact(written):
     for name in ("a.parquet", "saved"):
-        assert [row["number"].digits() for row in objects_in(written / name)] == [str(n / 8) for n in range(1, 8)]
+        assert [row["number"].digits() for row in objects_in(written / name)] == [
+            str(n / 8) for n in range(1, 8)
+        ]
 
 
 def test_tables_may_hold_numbers_that_are_not_finite(tmp_path):
     """As scores of a classifier do, beside the text that is read."""
-    table = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "score": [float("nan"), float("-inf"), 0.1]})
+    table = datasets.Dataset.from_dict(
+        {"text": ["a", "b", "c"], "score": [float("nan"), float("-inf"), 0.1]}
+    )
     table.to_parquet(tmp_path / "a.parquet")
     assert [row["text"] for row in objects_in(tmp_path / "a.parquet")] == table["text"]
-    assert repr([row["score"] for row in objects_in(tmp_path / "a.parquet")]) == repr(table["score"][:])
+    assert repr([row["score"] for row in objects_in(tmp_path / "a.parquet")]) == repr(
+        table["score"][:]
+    )
 
 
 def told(path: Path, on_error: str = "error") -> str:
@@ -101,11 +133,23 @@ def told(path: Path, on_error: str = "error") -> str:
 
 
 def test_several_splits_are_not_mixed(written):
-    assert told(written / "splits") == f"data.path: {written}/splits holds several splits (name one, a folder in it)"
+    assert (
+        told(written / "splits")
+        == f"data.path: {written}/splits holds several splits (name one, a folder in it)"
+    )
 
 
-@pytest.mark.parametrize("name", ["two-members.jsonl.gz", "array.json", "array.json.gz", "a.parquet", "file.arrow",
-                                  "saved/data-00000-of-00002.arrow"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two-members.jsonl.gz",
+        "array.json",
+        "array.json.gz",
+        "a.parquet",
+        "file.arrow",
+        "saved/data-00000-of-00002.arrow",
+    ],
+)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "head"])
 def test_damage_is_told_in_a_line(written, tmp_path, name, damage):
     """With the file's name; flipped bits may go unseen, but never end the program otherwise."""
@@ -126,22 +170,36 @@ def test_what_precedes_damage_is_kept_where_that_is_asked_for(written, tmp_path)
     whole = gzip.compress(b"".join(b'{"text": "%050d"}\n' % n**9 for n in range(9000)))
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(whole[: len(whole) // 2])
-    number = int(told(file).removeprefix(f"{file}:").partition(": damaged or cut off: Compressed file ended")[0])
+    number = int(
+        told(file)
+        .removeprefix(f"{file}:")
+        .partition(": damaged or cut off: Compressed file ended")[0]
+    )
     data, _ = open_data(Data("jsonl", str(file), on_error="skip"), 8, 258, 0)
     assert data.about.startswith(f"1 skipped, the first: {file}:{number}: ")
     assert len(data.corpus) == 51 * (number - 1) > 51 * 1000
 
 
-@pytest.mark.parametrize("content, message", [
-    (b"", " is empty"), (b"[]", " is empty"), (b" [ ]\n", " is empty"), (gzip.compress(b""), " is empty"),
-    (b'[{"text": "a"}, 5]', "[1]: must be a JSON object, not int"),
-    (b'[{"text": "a"},\n {"body": "b"}]', "[1]: no key 'text'"),
-    (b'[{"text": "a"},\n {"text": b"}]', ": not valid JSON: Expecting value: line 2 column 11"),
-    (b'[{"text": "a"}] [', ": not valid JSON: Extra data"),
-    (b"[1, 2]", ":1: must be a JSON object, not list"),
-    (gzip.compress(b'{"text": "a"}\n{"text": 5}'), ":2: 'text' must be text, not int"),
-    (gzip.compress(b"\x89HDF" * 99), " is an HDF5 file"),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", " is empty"),
+        (b"[]", " is empty"),
+        (b" [ ]\n", " is empty"),
+        (gzip.compress(b""), " is empty"),
+        (b'[{"text": "a"}, 5]', "[1]: must be a JSON object, not int"),
+        (b'[{"text": "a"},\n {"body": "b"}]', "[1]: no key 'text'"),
+        (
+            b'[{"text": "a"},\n {"text": b"}]',
+            ": not valid JSON: Expecting value: line 2 column 11",
+        ),
+        (b'[{"text": "a"}] [', ": not valid JSON: Extra data"),
+        (b"[1, 2]", ":1: must be a JSON object, not list"),
+        (gzip.compress(b'{"text": "a"}\n{"text": 5}'), ":2: 'text' must be text, not int"),
+        (gzip.compress(b"\x89HDF" * 99), " is an HDF5 file"),
+    ],
+    ids=repr,
+)
 def test_wrong_objects_are_named(tmp_path, content, message):
     (tmp_path / "a.json").write_bytes(content)
     assert told(tmp_path / "a.json").startswith(f"{tmp_path}/a.json{message}")
@@ -151,7 +209,10 @@ def test_rows_of_tables_are_named(tmp_path):
     for name, wrong in (("a.parquet", None), ("b.parquet", 5)):
         column = [wrong] * 2000 if wrong else ["a"] * 1999 + [None]
         datasets.Dataset.from_dict({"text": column}).to_parquet(tmp_path / name)
-    assert told(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet:2000: 'text' must be text, not NoneType"
+    assert (
+        told(tmp_path / "a.parquet")
+        == f"{tmp_path}/a.parquet:2000: 'text' must be text, not NoneType"
+    )
     assert told(tmp_path / "b.parquet") == f"{tmp_path}/b.parquet:1: 'text' must be text, not int"
 
 
@@ -165,4 +226,6 @@ open_data(Data("jsonl", {str(written / "a.jsonl")!r}), 8, 258, 0)
 open_data(Data("jsonl", {str(written / "a.parquet")!r}), 8, 258, 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stderr.endswith(f"InputError: {written}/a.parquet needs the package pyarrow: pip install pyarrow\n")
+    assert done.stderr.endswith(
+        f"InputError: {written}/a.parquet needs the package pyarrow: pip install pyarrow\n"
+    )

@@ -14,7 +14,14 @@ from minitrain.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_t
 from minitrain.errors import InputError
 from minitrain.rollout.streaming import stream
 
-SENTENCES = ["the cat sat on the mat", "naïve café, 你好 🙂", "  two  spaces\n\tand\r\n\x00 control"]
+ONE_WORD = (
+    '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": ""}}'
+)
+SENTENCES = [
+    "the cat sat on the mat",
+    "naïve café, 你好 🙂",
+    "  two  spaces\n\tand\r\n\x00 control",
+]
 any_ids = st.lists(st.integers(0, 300) | st.integers(0x80, 0xFF), max_size=30)
 
 
@@ -37,7 +44,9 @@ def bpe_folder(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens])
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens]
+    )
     tokenizer.train_from_iterator([SENTENCES[0]], trainer)
     # The bytes must be ordinary tokens, or decoding skips them as special ones.
     tree = json.loads(tokenizer.to_str())
@@ -82,11 +91,17 @@ def test_text_never_encodes_to_a_special(auto_tokenizer):
     """Where transformers, by default, lets a text end a document."""
     assert ByteTokenizer().encode("a<|eos|>") == list(b"a<|eos|>")
     assert auto_tokenizer.encode("a<|eos|>", add_special_tokens=False) == [97, 257]
-    assert auto_tokenizer.encode("a<|eos|>", add_special_tokens=False, split_special_tokens=True) == list(b"a<|eos|>")
+    assert auto_tokenizer.encode(
+        "a<|eos|>", add_special_tokens=False, split_special_tokens=True
+    ) == list(b"a<|eos|>")
 
 
 def test_saved_bytes_have_the_same_specials_in_transformers(auto_tokenizer):
-    assert (auto_tokenizer.bos_token_id, auto_tokenizer.eos_token_id, len(auto_tokenizer)) == (256, 257, 258)
+    assert (auto_tokenizer.bos_token_id, auto_tokenizer.eos_token_id, len(auto_tokenizer)) == (
+        256,
+        257,
+        258,
+    )
 
 
 @pytest.mark.parametrize("resaved", [False, True])
@@ -120,7 +135,10 @@ def test_what_only_resembles_bytes_is_not_taken_for_them(byte_folder, tmp_path, 
 
 
 def test_hugging_face_file_encodes_and_decodes_as_its_package_does(bpe_folder):
-    ours, theirs = load_tokenizer(bpe_folder), Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    ours, theirs = (
+        load_tokenizer(bpe_folder),
+        Tokenizer.from_file(str(bpe_folder / "tokenizer.json")),
+    )
     assert ours.vocab_size == theirs.get_vocab_size()
     for text in SENTENCES:
         ids = theirs.encode(text, add_special_tokens=False).ids
@@ -130,7 +148,10 @@ def test_hugging_face_file_encodes_and_decodes_as_its_package_does(bpe_folder):
 
 def test_only_prompts_get_specials(bpe_folder):
     tree = json.loads((bpe_folder / "tokenizer.json").read_text())
-    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    single = [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
     tree["post_processor"] = {
         "type": "TemplateProcessing",
         "single": single,
@@ -138,18 +159,33 @@ def test_only_prompts_get_specials(bpe_folder):
         "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
     }
     write_json(bpe_folder, "tokenizer.json", tree)
-    ours, theirs = load_tokenizer(bpe_folder), Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
-    assert [1, *ours.encode("the cat")] == ours.encode_prompt("the cat") == theirs.encode("the cat").ids
+    ours, theirs = (
+        load_tokenizer(bpe_folder),
+        Tokenizer.from_file(str(bpe_folder / "tokenizer.json")),
+    )
+    assert (
+        [1, *ours.encode("the cat")]
+        == ours.encode_prompt("the cat")
+        == theirs.encode("the cat").ids
+    )
     write_json(bpe_folder, "tokenizer_config.json", {"bos_token": "<s>", "add_bos_token": True})
-    assert load_tokenizer(bpe_folder).encode_prompt("the cat") == ours.encode_prompt("the cat")  # once is enough
-    assert AutoTokenizer.from_pretrained(bpe_folder)("the cat").input_ids == ours.encode_prompt("the cat")
+    assert load_tokenizer(bpe_folder).encode_prompt("the cat") == ours.encode_prompt(
+        "the cat"
+    )  # once is enough
+    assert AutoTokenizer.from_pretrained(bpe_folder)("the cat").input_ids == ours.encode_prompt(
+        "the cat"
+    )
     assert ours.decode([1, *ours.encode("the cat"), 2]) == "the cat"
 
 
 @pytest.mark.parametrize("add, expected", [(True, [1]), (False, []), (None, [])])
 def test_bos_is_put_where_only_the_file_beside_says_so(bpe_folder, add, expected):
     """As in DeepSeek's, whose tokenizer.json has no place for it: transformers 4 puts it, 5 reads it and forgets it."""
-    about = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": {"content": "<s>"}, "add_bos_token": add}
+    about = {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "bos_token": {"content": "<s>"},
+        "add_bos_token": add,
+    }
     write_json(bpe_folder, "tokenizer_config.json", about)
     ours = load_tokenizer(bpe_folder)
     assert ours.encode_prompt("the cat") == [*expected, *ours.encode("the cat")]
@@ -162,14 +198,22 @@ def test_bos_is_put_where_only_the_file_beside_says_so(bpe_folder, add, expected
         {"content": "<new>", "special": True},
         {"content": "<new>", "special": False, "normalized": True},
         {"content": "the", "special": False},  # a word of the vocabulary
-        {"content": "</s>", "special": True, "rstrip": True},  # tokenizer.json says otherwise, as Phi-3's once did
+        {
+            "content": "</s>",
+            "special": True,
+            "rstrip": True,
+        },  # tokenizer.json says otherwise, as Phi-3's once did
         {"content": "</s>", "special": True, "lstrip": True},
     ],
 )
 def test_tokens_that_are_listed_beside_the_file_are_those_of_transformers(bpe_folder, token):
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     number = {"</s>": 2}.get(token["content"], 281)
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     listed = {str(number): flags | token, "0": {"content": "<unk>", "special": True} | flags}
     write_json(bpe_folder, "tokenizer_config.json", about | {"added_tokens_decoder": listed})
     ours, theirs = load_tokenizer(bpe_folder), AutoTokenizer.from_pretrained(bpe_folder)
@@ -177,7 +221,9 @@ def test_tokens_that_are_listed_beside_the_file_are_those_of_transformers(bpe_fo
     for text in ("the <new> cat", "cat </s>  the", "<new></s>"):
         ids = theirs(text, add_special_tokens=False).input_ids
         assert ours.encode(text) == ids
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 def test_texts_are_neither_cut_nor_padded(bpe_folder):
@@ -193,7 +239,10 @@ def test_texts_are_neither_cut_nor_padded(bpe_folder):
 
 
 def test_vocab_size_covers_gaps(tmp_path):
-    tree = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 5}, "unk_token": "a"}}
+    tree = {
+        "version": "1.0",
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 5}, "unk_token": "a"},
+    }
     write_json(tmp_path, "tokenizer.json", tree)
     assert load_tokenizer(tmp_path).vocab_size == 6
 
@@ -204,7 +253,10 @@ def test_vocab_size_covers_gaps(tmp_path):
         ({}, None),
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, 2),
         ({"tokenizer_config.json": {"eos_token": {"content": "</s>", "lstrip": False}}}, 2),
-        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 1}}, None),
+        (
+            {"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 1}},
+            None,
+        ),
         ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "</s>"}}, 2),
         ({"config.json": {"eos_token_id": 1}}, 1),
         ({"config.json": {"eos_token_id": [2, 1]}}, 2),
@@ -214,16 +266,29 @@ def test_vocab_size_covers_gaps(tmp_path):
 def test_eos_comes_from_the_files_beside_it(bpe_folder, files, eos):
     for name, tree in files.items():
         write_json(bpe_folder, name, tree)
-    assert load_tokenizer(bpe_folder).eos_id == load_tokenizer(bpe_folder / "tokenizer.json").eos_id == eos
+    assert (
+        load_tokenizer(bpe_folder).eos_id
+        == load_tokenizer(bpe_folder / "tokenizer.json").eos_id
+        == eos
+    )
 
 
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("eos", ["</s>", None])
 def test_files_that_disagree_count_as_in_transformers(bpe_folder, listed, eos):
-    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    flags = {
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "unk_token": "<unk>"}
     if listed:
-        about["added_tokens_decoder"] = {"1": {"content": "<s>"} | flags, "2": {"content": "</s>"} | flags}
+        about["added_tokens_decoder"] = {
+            "1": {"content": "<s>"} | flags,
+            "2": {"content": "</s>"} | flags,
+        }
     write_json(bpe_folder, "tokenizer_config.json", about)
     write_json(bpe_folder, "special_tokens_map.json", {"eos_token": "<s>", "unk_token": "<unk>"})
     ours, theirs = load_tokenizer(bpe_folder), AutoTokenizer.from_pretrained(bpe_folder)
@@ -240,7 +305,11 @@ def test_bos_is_not_eos_and_may_be_anything(bpe_folder):
 
 
 def test_save_copies_what_others_read(bpe_folder, tmp_path_factory):
-    write_json(bpe_folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
+    write_json(
+        bpe_folder,
+        "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"},
+    )
     write_json(bpe_folder, "special_tokens_map.json", {"eos_token": "</s>"})
     (bpe_folder / "chat_template.jinja").write_text("{{ messages }}")
     (bpe_folder / "tokenizer.model").write_bytes(b"for llama.cpp")
@@ -248,8 +317,12 @@ def test_save_copies_what_others_read(bpe_folder, tmp_path_factory):
     target = tmp_path_factory.mktemp("export") / "new" / "folder"
     tokenizer = load_tokenizer(bpe_folder)
     tokenizer.save(target)
-    assert {file.name for file in target.iterdir()} == {file.name for file in bpe_folder.iterdir()} - {"config.json"}
-    assert all(file.read_bytes() == (bpe_folder / file.name).read_bytes() for file in target.iterdir())
+    assert {file.name for file in target.iterdir()} == {
+        file.name for file in bpe_folder.iterdir()
+    } - {"config.json"}
+    assert all(
+        file.read_bytes() == (bpe_folder / file.name).read_bytes() for file in target.iterdir()
+    )
     theirs = AutoTokenizer.from_pretrained(target)
     assert theirs.eos_token_id == tokenizer.eos_id == 2
     assert theirs.encode(SENTENCES[0], add_special_tokens=False) == tokenizer.encode(SENTENCES[0])
@@ -264,7 +337,11 @@ def test_save_into_its_own_folder_changes_nothing(bpe_folder):
 @pytest.mark.parametrize("in_bytes", [False, True])
 def test_save_leaves_nothing_of_an_earlier_tokenizer(bpe_folder, tmp_path_factory, in_bytes):
     """Which transformers would ask first: its template, and its names of tokens."""
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": "its own"}
+    own = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "chat_template": "its own",
+    }
     write_json(bpe_folder, "tokenizer_config.json", own)
     target = tmp_path_factory.mktemp("export")
     (target / "chat_template.jinja").write_text("of another")
@@ -273,9 +350,17 @@ def test_save_leaves_nothing_of_an_earlier_tokenizer(bpe_folder, tmp_path_factor
     (target / "notes.txt").write_text("of the user")
     tokenizer = ByteTokenizer() if in_bytes else load_tokenizer(bpe_folder)
     tokenizer.save(target)
-    assert {file.name for file in target.iterdir()} == {"tokenizer.json", "tokenizer_config.json", "notes.txt"}
+    assert {file.name for file in target.iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "notes.txt",
+    }
     theirs, template = AutoTokenizer.from_pretrained(target), None if in_bytes else "its own"
-    assert (theirs.chat_template, theirs.eos_token_id, theirs.pad_token) == (template, tokenizer.eos_id, None)
+    assert (theirs.chat_template, theirs.eos_token_id, theirs.pad_token) == (
+        template,
+        tokenizer.eos_id,
+        None,
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- stream
@@ -324,21 +409,37 @@ def test_missing_package_names_the_extra(bpe_folder, monkeypatch):
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({}, r"holds no tokenizer.json \(save_pretrained of transformers' AutoTokenizer writes one\)"),
+        (
+            {},
+            r"holds no tokenizer.json \(save_pretrained of transformers' AutoTokenizer writes one\)",
+        ),
         ({"tokenizer.json": "{"}, "tokenizer.json:1:2: not valid JSON"),
         ({"tokenizer.json": "[]"}, "must hold a JSON object, not a list"),
-        ({"tokenizer.json": '{"model": {"type": "none such"}}'}, "is not a Hugging Face tokenizer"),
         (
-            {"tokenizer.json": '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": ""}}',
-             "tokenizer_config.json": '{"eos_token": "</s>"}'},
+            {"tokenizer.json": '{"model": {"type": "none such"}}'},
+            "is not a Hugging Face tokenizer",
+        ),
+        (
+            {"tokenizer.json": ONE_WORD, "tokenizer_config.json": '{"eos_token": "</s>"}'},
             r"tokenizer_config.json names the token '</s>', which .*tokenizer.json does not hold",
         ),
-        *(({"tokenizer.json": '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": ""}}',
-            "tokenizer_config.json": '{"added_tokens_decoder": ' + listed + "}"},
-           r"tokenizer_config.json: added_tokens_decoder must list tokens by their ids: .")
-          for listed in ('["b"]', '{"1": "b"}', '{"one": {"content": "b"}}', '{"1": {"content": 5}}')),
+        *(
+            (
+                {
+                    "tokenizer.json": ONE_WORD,
+                    "tokenizer_config.json": '{"added_tokens_decoder": ' + listed + "}",
+                },
+                r"tokenizer_config.json: added_tokens_decoder must list tokens by their ids: .",
+            )
+            for listed in (
+                '["b"]',
+                '{"1": "b"}',
+                '{"one": {"content": "b"}}',
+                '{"1": {"content": 5}}',
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_files_are_told_in_one_line(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -30,17 +30,30 @@ def write(kind: str, folder) -> None:
 
 @pytest.mark.parametrize(
     "task, kind",
-    [("pretrain", "text"), ("pretrain", "tokens"), ("sft", "jsonl"), ("diffusion", "latents"), ("grpo", "jsonl")],
+    [
+        ("pretrain", "text"),
+        ("pretrain", "tokens"),
+        ("sft", "jsonl"),
+        ("diffusion", "latents"),
+        ("grpo", "jsonl"),
+    ],
 )
 def test_rows_are_those_of_other_files(tmp_path, task, kind):
     for name in ("train", "held"):
         write(kind, tmp_path / name)
     model = {"name": "wan2.1-1.3b-tiny" if task == "diffusion" else "llama3-8b-tiny"}
-    tree = {"task": task, "model": model, "batch": {"global": 2, "micro": 1, "seq_len": 96}, "validation": {"every": 1}}
+    tree = {
+        "task": task,
+        "model": model,
+        "batch": {"global": 2, "micro": 1, "seq_len": 96},
+        "validation": {"every": 1},
+    }
     tree |= {"grpo": {"prompts": 1, "group": 2}, "rollout": {"max_tokens": 5}}
 
     def opened(path, **more):
-        config = from_dict(tree | {"data": {"kind": kind, "path": str(tmp_path / path), "text_tokens": 3} | more})
+        config = from_dict(
+            tree | {"data": {"kind": kind, "path": str(tmp_path / path), "text_tokens": 3} | more}
+        )
         return (open_problems if task == "grpo" else open_dataset)(config)
 
     def row(rows, n):
@@ -55,5 +68,9 @@ def test_rows_are_those_of_other_files(tmp_path, task, kind):
             a, b = row(found, n), row(wanted, n)
             assert a.keys() == b.keys()
             for key in a:
-                same = torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key]
+                same = (
+                    torch.equal(a[key], b[key])
+                    if isinstance(a[key], torch.Tensor)
+                    else a[key] == b[key]
+                )
                 assert same, key

@@ -81,29 +81,43 @@ def sharded_attention(form, size, q, k, v, upstream, document_ids, sinks, rule):
     return held, None if sinks is None else sinks.grad, [out.detach(), *(x.grad for x in own)]
 
 
-def check_attention(pool, form, size, packed, causal=True, window=16, with_sinks=False, kv_heads=4):
+def check_attention(
+    pool, form, size, packed, causal=True, window=16, with_sinks=False, kv_heads=4
+):
     random = torch.Generator().manual_seed(0)
     q, upstream = torch.randn(2, 2, 8, 16, 4, dtype=torch.double, generator=random)
     k, v = torch.randn(2, 2, kv_heads, 16, 4, dtype=torch.double, generator=random)
     document_ids = torch.randint(2, (2, 16), generator=random).cumsum(1) if packed else None
-    sinks = torch.randn(8, dtype=torch.double, generator=random).requires_grad_() if with_sinks else None
+    sinks = (
+        torch.randn(8, dtype=torch.double, generator=random).requires_grad_()
+        if with_sinks
+        else None
+    )
     distance = torch.arange(16)[:, None] - torch.arange(16)
     allowed = (distance < window) & ((distance >= 0) | torch.tensor(not causal))
-    allowed = allowed & (document_ids[:, :, None] == document_ids[:, None]) if packed else allowed[None]
+    allowed = (
+        allowed & (document_ids[:, :, None] == document_ids[:, None]) if packed else allowed[None]
+    )
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     out = explicit_attention(*whole, allowed, sinks)
     out.backward(upstream)
     expected = [out.detach(), *(x.grad for x in whole)]
 
-    rule = {"causal": causal, "plain": not with_sinks} | ({"window": window} if window < 16 else {})
+    rule = {"causal": causal, "plain": not with_sinks} | (
+        {"window": window} if window < 16 else {}
+    )
     given = None if sinks is None else sinks.detach()
-    ranks = pool.run(size, sharded_attention, form, size, q, k, v, upstream, document_ids, given, rule)
+    ranks = pool.run(
+        size, sharded_attention, form, size, q, k, v, upstream, document_ids, given, rule
+    )
     for held, _, results in ranks:
         for mine, reference in zip(results, expected, strict=True):
             torch.testing.assert_close(mine, reference[:, :, held], atol=1e-12, rtol=1e-12)
     assert sorted(place for held, *_ in ranks for place in held.tolist()) == list(range(16))
     if with_sinks:
-        torch.testing.assert_close(sum(grad for _, grad, _ in ranks), sinks.grad, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(
+            sum(grad for _, grad, _ in ranks), sinks.grad, atol=1e-12, rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -160,7 +174,9 @@ def test_context(pool, form, size, batch):
 
 @pytest.mark.parametrize("layout", [{"cp": 8}, {"cp": 4, "tp": 2}], ids=str)
 def test_ulysses_on_more_ranks_than_key_value_heads(pool, layout):
-    check_against_one_process(pool, 8, with_parallel(context="ulysses", **layout), batch=packed_batch)
+    check_against_one_process(
+        pool, 8, with_parallel(context="ulysses", **layout), batch=packed_batch
+    )
 
 
 @pytest.mark.parametrize("batch", [ragged_batch, packed_batch])
@@ -172,19 +188,25 @@ def test_with_data_parallel(pool, form, layout, batch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_with_tensor_parallel(pool, form):
-    check_against_one_process(pool, 4, with_parallel(cp=2, tp=2, context=form), batch=packed_batch)
+    check_against_one_process(
+        pool, 4, with_parallel(cp=2, tp=2, context=form), batch=packed_batch
+    )
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny", "llama3.1-8b-tiny"])
+@pytest.mark.parametrize(
+    "model", ["qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny", "llama3.1-8b-tiny"]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_families(pool, form, model):
     tree = with_parallel(cp=2, context=form) | {"model": MODEL | {"name": model}}
     check_against_one_process(pool, 2, tree, batch=packed_batch)
 
 
-@pytest.mark.parametrize("layout", [
-    {"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp_shard": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [{"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"cp": 2, "dp_shard": 2}],
+    ids=str,
+)
 @pytest.mark.parametrize("batch", [ragged_batch, packed_batch])
 @pytest.mark.parametrize("form", FORMS)
 def test_hybrids(pool, form, batch, layout):
@@ -192,16 +214,24 @@ def test_hybrids(pool, form, batch, layout):
 
     In fp32, in which the scan keeps its decays; tensor parallelism splits sums, which moves them by 1e-6 alone.
     """
-    tree = with_parallel(context=form, **layout) | {"model": HYBRID, "batch": TREE["batch"] | {"seq_len": 40}}
+    tree = with_parallel(context=form, **layout) | {
+        "model": HYBRID,
+        "batch": TREE["batch"] | {"seq_len": 40},
+    }
     tolerance = 1e-5 if "tp" in layout else 1e-6
     check_against_one_process(pool, prod(layout.values()), tree, batch=batch, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("run, settings", [
-    (train, {"recompute": "full"}), (train_compiled, {"compile": True}),
-    (train_compiled, {"compile": True, "recompute": "full"}),
-], ids=["recomputed", "compiled", "compiled and recomputed"])  # fmt: skip
+@pytest.mark.parametrize(
+    "run, settings",
+    [
+        (train, {"recompute": "full"}),
+        (train_compiled, {"compile": True}),
+        (train_compiled, {"compile": True, "recompute": "full"}),
+    ],
+    ids=["recomputed", "compiled", "compiled and recomputed"],
+)
 def test_hybrids_in_other_ways(pool, form, run, settings):
     tree = with_parallel(cp=2, context=form) | {"model": HYBRID} | settings
     check_against_one_process(pool, 2, tree, batch=packed_batch, run=run)
@@ -247,16 +277,25 @@ def count_collectives(tree):
     trainer = Trainer(config, start(config))
     with Count(collective) as counter:
         trainer.step(Batches(config, 2, packed_batch), 0)
-    return [counter.counts[name] for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")]
+    return [
+        counter.counts[name]
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    ]
 
 
-@pytest.mark.parametrize("recompute, form, expected", [
-    ("none", "allgather", [2 + 1, 2, 0]),  # and one for the documents
-    ("full", "allgather", [4 + 1, 2, 0]),
-    ("none", "ulysses", [1, 0, 8 + 8]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "recompute, form, expected",
+    [
+        ("none", "allgather", [2 + 1, 2, 0]),  # and one for the documents
+        ("full", "allgather", [4 + 1, 2, 0]),
+        ("none", "ulysses", [1, 0, 8 + 8]),
+    ],
+)
 def test_collectives_of_two_layers(pool, form, recompute, expected):
-    tree = with_parallel(cp=2, context=form) | {"batch": TREE["batch"] | {"micro": 4}, "recompute": recompute}
+    tree = with_parallel(cp=2, context=form) | {
+        "batch": TREE["batch"] | {"micro": 4},
+        "recompute": recompute,
+    }
     assert pool.run(2, count_collectives, tree) == [expected] * 2
 
 
@@ -275,10 +314,16 @@ def split_rows(form, batch):
     return local_tokens(batch, init_device_mesh("cpu", (2,)), form)
 
 
-@pytest.mark.parametrize("form, held", [
-    ("allgather", [[0, 1, 6, 7], [2, 3, 4, 5]]),  # of four chunks, the first rank has the outer two
-    ("ulysses", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "form, held",
+    [
+        (
+            "allgather",
+            [[0, 1, 6, 7], [2, 3, 4, 5]],
+        ),  # of four chunks, the first rank has the outer two
+        ("ulysses", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
 def test_split(pool, form, held):
     tokens = torch.arange(10, 26).view(2, 8)
     given = torch.arange(8).flip(0).expand(2, -1)
@@ -291,15 +336,42 @@ def test_split(pool, form, held):
             assert torch.equal(part["positions"], positions[:, mine])
 
 
-@pytest.mark.parametrize("parallel, seq_len, message", [
-    ({"cp": 4}, 20, r"batch\.seq_len=20 is not a multiple of 8, .* parallel\.cp=4 .* context=allgather \(use 16 or 24"),
-    ({"cp": 4}, 5, r"seq_len=5 is not a multiple of 8, .* \(use 8\)"),
-    ({"cp": 4, "context": "ulysses"}, 18, r"seq_len=18 is not a multiple of 4, .* context=ulysses \(use 16 or 20\)"),
-    ({"cp": 2, "tp": 4}, 12, r"parallel\.tp=4 does not divide batch\.seq_len / parallel\.cp=2"),
-    ({"cp": 3, "context": "ulysses"}, 24, r"cp=3 x tp=1 .*_key_value_heads=4 \(use .*allgather, or cp=1, 2, 4 or 8\)"),
-    ({"cp": 8, "tp": 2, "context": "ulysses"}, 16, r"cp=8 x tp=2 .*_attention_heads=8 .* or cp=1, 2 or 4\)"),
-    ({"cp": 2, "tp": 8, "context": "ulysses"}, 16, r"cp=2 x tp=8 .* num_key_value_heads=4 .* or cp=1\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel, seq_len, message",
+    [
+        (
+            {"cp": 4},
+            20,
+            r"batch\.seq_len=20 is not a multiple of 8, .* parallel\.cp=4 .* context=allgather \(use 16 or 24",
+        ),
+        ({"cp": 4}, 5, r"seq_len=5 is not a multiple of 8, .* \(use 8\)"),
+        (
+            {"cp": 4, "context": "ulysses"},
+            18,
+            r"seq_len=18 is not a multiple of 4, .* context=ulysses \(use 16 or 20\)",
+        ),
+        (
+            {"cp": 2, "tp": 4},
+            12,
+            r"parallel\.tp=4 does not divide batch\.seq_len / parallel\.cp=2",
+        ),
+        (
+            {"cp": 3, "context": "ulysses"},
+            24,
+            r"cp=3 x tp=1 .*_key_value_heads=4 \(use .*allgather, or cp=1, 2, 4 or 8\)",
+        ),
+        (
+            {"cp": 8, "tp": 2, "context": "ulysses"},
+            16,
+            r"cp=8 x tp=2 .*_attention_heads=8 .* or cp=1, 2 or 4\)",
+        ),
+        (
+            {"cp": 2, "tp": 8, "context": "ulysses"},
+            16,
+            r"cp=2 x tp=8 .* num_key_value_heads=4 .* or cp=1\)",
+        ),
+    ],
+)
 def test_refusals(parallel, seq_len, message):
     with pytest.raises(InputError, match=message):
         from_dict(with_parallel(**parallel) | {"batch": TREE["batch"] | {"seq_len": seq_len}})
@@ -322,7 +394,9 @@ class Preferences:
 
     def loss(self, model, batch):
         batch = dict(batch)
-        log_probs = model(batch.pop("tokens"), **batch, head=lambda *inputs: linear_log_probs(*inputs)[0]).sum(1)
+        log_probs = model(
+            batch.pop("tokens"), **batch, head=lambda *inputs: linear_log_probs(*inputs)[0]
+        ).sum(1)
         return -F.logsigmoid(0.1 * (log_probs[0::2] - log_probs[1::2])).sum()
 
     def metrics(self, sum_over):
@@ -333,7 +407,9 @@ def prefer(tree):
     config = from_dict(tree | {"device": "cpu"})
     trainer = Trainer(config, start(config), Preferences())
     batches = trainer.micro_batches(Mock(16, 128, seed=0, split=0), 0)
-    loss = forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
+    loss = forward_backward(
+        trainer.model, trainer.objective, batches, trainer.meshes, trainer.device
+    )
     return loss.item(), snapshot((name, p.grad) for name, p in trainer.model.named_parameters())
 
 
@@ -342,8 +418,12 @@ def test_a_loss_of_whole_rows_is_that_of_one_process_where_ranks_have_whole_rows
     ((loss, gradients),) = pool.run(1, prefer, TREE)
     config = from_dict(TREE | {"device": "cpu"})
     model, batch = plain_model(config), rows(Mock(16, 128, seed=0, split=0), range(4))
-    chosen = model(batch["tokens"]).log_softmax(-1).gather(2, batch["labels"][..., None]).sum((1, 2))
-    assert loss == pytest.approx(-F.logsigmoid(0.1 * (chosen[0::2] - chosen[1::2])).mean().item(), rel=1e-5)
+    chosen = (
+        model(batch["tokens"]).log_softmax(-1).gather(2, batch["labels"][..., None]).sum((1, 2))
+    )
+    assert loss == pytest.approx(
+        -F.logsigmoid(0.1 * (chosen[0::2] - chosen[1::2])).mean().item(), rel=1e-5
+    )
     for parallel in ({"tp": 2}, {"dp_shard": 2}):
         for found, found_gradients in pool.run(2, prefer, with_parallel(**parallel)):
             assert found == pytest.approx(loss, rel=1e-5)
@@ -354,7 +434,9 @@ def test_a_loss_of_whole_rows_is_that_of_one_process_where_ranks_have_whole_rows
 def test_a_loss_that_is_no_sum_over_tokens_is_refused_where_rows_are_split(name):
     """Each rank would take the log-sigmoid of its tokens' part of a sum."""
     parallel = Parallel(**{name: 2})
-    with pytest.raises(InputError, match=f"parallel.{name}=2: Preferences does not name {name} in its `layouts`"):
+    with pytest.raises(
+        InputError, match=f"parallel.{name}=2: Preferences does not name {name} in its `layouts`"
+    ):
         Trainer(from_dict(with_parallel(**{name: 2})), None, Preferences())
     for objective in (LanguageModeling(), PolicyGradient(GRPO(), 1.0, 8)):
         check_objective(objective, parallel)

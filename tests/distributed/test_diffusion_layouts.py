@@ -32,7 +32,9 @@ def folder(tmp_path_factory):
     """An image-to-video model without zeros, so that no gradient hides, and 8 videos of four shapes."""
     path = tmp_path_factory.mktemp("wan")
     generator = torch.Generator().manual_seed(0)
-    model = Wan(model_config("wan2.1-1.3b-tiny", num_layers=2, in_channels=20, image_dim=10, text_dim=12))
+    model = Wan(
+        model_config("wan2.1-1.3b-tiny", num_layers=2, in_channels=20, image_dim=10, text_dim=12)
+    )
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.1 if parameter.ndim > 1 else 0.3, generator=generator)
         if parameter.ndim == 1:
@@ -41,7 +43,12 @@ def folder(tmp_path_factory):
     (path / "videos").mkdir()
     for i in range(8):
         size = SIZES[i % 4]
-        shapes = {"latents": (16, *size), "text": (1 + i % 3, 12), "condition": (4, *size), "image": (3, 10)}
+        shapes = {
+            "latents": (16, *size),
+            "text": (1 + i % 3, 12),
+            "condition": (4, *size),
+            "image": (3, 10),
+        }
         video = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         save_video(path / f"videos/{i}.safetensors", **video)
     return path
@@ -53,7 +60,9 @@ def tree(folder, data: dict | None = None, **settings) -> dict:
         "task": "diffusion",
         "device": "cpu",
         "model": {"path": str(folder)},
-        "data": mock if data is None else {"kind": "latents", "path": str(folder / "videos"), "text_tokens": 4} | data,
+        "data": mock
+        if data is None
+        else {"kind": "latents", "path": str(folder / "videos"), "text_tokens": 4} | data,
         "batch": {"global": 4, "micro": 2, "seq_len": 8},
         "diffusion": {"weighting": "linear", "text_dropout": 0.5},
     } | settings
@@ -70,7 +79,9 @@ def one_process(tree: dict) -> tuple[float, dict, dict]:
     data, _ = open_dataset(config)
     micro = config.batch.micro
     batches = [rows(data, range(n, n + micro)) for n in range(0, config.batch.global_, micro)]
-    loss = sum(objective.loss(model, batch) for batch in batches) / sum(map(objective.count, batches))
+    loss = sum(objective.loss(model, batch) for batch in batches) / sum(
+        map(objective.count, batches)
+    )
     loss.backward()
     return loss.item(), gradients(model), objective.metrics(lambda x: x)
 
@@ -82,7 +93,9 @@ def one_rank(tree: dict) -> tuple[float, dict, dict]:
     disturb_adapters(trainer.model)
     data, _ = open_dataset(config)
     batches = trainer.micro_batches(data, 0)
-    loss = forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
+    loss = forward_backward(
+        trainer.model, trainer.objective, batches, trainer.meshes, trainer.device
+    )
 
     def sum_over(totals):
         torch.distributed.all_reduce(totals, group=trainer.meshes.batch.get_group())
@@ -113,15 +126,23 @@ def check(pool, ranks: int, tree: dict, run=one_rank, tolerance: float = 1e-6) -
         assert found_numbers == pytest.approx(numbers, rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks, parallel, more", [
-    (2, {"dp_shard": 2}, {"recompute": 2}),
-    (4, {"dp_replicate": 2, "dp_shard": 2}, {"batch": {"global": 8, "micro": 1, "seq_len": 8}}),
-    (2, {"tp": 2}, {}),
-    (4, {"tp": 4}, {"recompute": "selective"}),
-    (4, {"tp": 2, "dp_shard": 2}, {"recompute": "full"}),
-    (2, {"cp": 2, "context": "allgather"}, {"recompute": "full"}),
-    (4, {"cp": 4, "context": "ulysses"}, {"recompute": "selective"}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks, parallel, more",
+    [
+        (2, {"dp_shard": 2}, {"recompute": 2}),
+        (
+            4,
+            {"dp_replicate": 2, "dp_shard": 2},
+            {"batch": {"global": 8, "micro": 1, "seq_len": 8}},
+        ),
+        (2, {"tp": 2}, {}),
+        (4, {"tp": 4}, {"recompute": "selective"}),
+        (4, {"tp": 2, "dp_shard": 2}, {"recompute": "full"}),
+        (2, {"cp": 2, "context": "allgather"}, {"recompute": "full"}),
+        (4, {"cp": 4, "context": "ulysses"}, {"recompute": "selective"}),
+    ],
+    ids=str,
+)
 def test_layouts(pool, folder, ranks, parallel, more):
     check(pool, ranks, tree(folder, parallel=parallel, **more))
 
@@ -129,15 +150,21 @@ def test_layouts(pool, folder, ranks, parallel, more):
 def test_adapters(pool, folder):
     """These stay in fp32 here too, and what ranks add up is rounded to it before."""
     lora = {"rank": 2, "targets": ["to_q", "add_k_proj", "to_out.0", "net.0.proj", "net.2"]}
-    settings = tree(folder, parallel={"tp": 2, "cp": 2, "context": "ulysses"}, lora=lora, recompute="full")
+    settings = tree(
+        folder, parallel={"tp": 2, "cp": 2, "context": "ulysses"}, lora=lora, recompute="full"
+    )
     check(pool, 4, settings, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("ranks, parallel", [
-    (2, {"dp_shard": 2}),
-    (4, {"tp": 2, "cp": 2, "context": "allgather"}),
-    (4, {"tp": 2, "cp": 2, "context": "ulysses"}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks, parallel",
+    [
+        (2, {"dp_shard": 2}),
+        (4, {"tp": 2, "cp": 2, "context": "allgather"}),
+        (4, {"tp": 2, "cp": 2, "context": "ulysses"}),
+    ],
+    ids=str,
+)
 def test_videos_of_many_shapes(pool, folder, ranks, parallel):
     batch = {"global": 4, "micro": 2, "seq_len": 8}
     check(pool, ranks, tree(folder, {}, parallel=parallel, batch=batch))
@@ -151,7 +178,9 @@ def compiled_rank(tree: dict) -> tuple[float, dict, dict]:
 
 def test_all_blocks_compile_as_one_graph(pool, folder):
     """With all that layouts hang into them: torch stops at a ninth version of the same code."""
-    settings = tree(folder, parallel={"tp": 2, "cp": 2, "context": "ulysses"}, compile=True, recompute="full")
+    settings = tree(
+        folder, parallel={"tp": 2, "cp": 2, "context": "ulysses"}, compile=True, recompute="full"
+    )
     assert pool.run(4, count_graphs, settings) == [1] * 4
 
 

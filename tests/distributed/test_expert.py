@@ -46,30 +46,44 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "model", "parallel", "recompute"), [
-    (2, "mixtral-8x7b-tiny", {"ep": 2}, "none"),
-    (4, "qwen3-30b-a3b-tiny", {"ep": 4}, "none"),
-    (4, "deepseek-v3-tiny", {"ep": 2}, "full"),  # two ranks share the same experts
-    (4, "gpt-oss-20b-tiny", {"ep": 4, "cp": 2}, "none"),  # biases
-    (4, "mixtral-8x7b-tiny", {"ep": 2, "dp_replicate": 2}, "selective"),
-    (4, "nemotron3-super-120b-a12b-tiny", {"ep": 2, "pp": 2}, "full"),  # in latents
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "model", "parallel", "recompute"),
+    [
+        (2, "mixtral-8x7b-tiny", {"ep": 2}, "none"),
+        (4, "qwen3-30b-a3b-tiny", {"ep": 4}, "none"),
+        (4, "deepseek-v3-tiny", {"ep": 2}, "full"),  # two ranks share the same experts
+        (4, "gpt-oss-20b-tiny", {"ep": 4, "cp": 2}, "none"),  # biases
+        (4, "mixtral-8x7b-tiny", {"ep": 2, "dp_replicate": 2}, "selective"),
+        (4, "nemotron3-super-120b-a12b-tiny", {"ep": 2, "pp": 2}, "full"),  # in latents
+    ],
+    ids=str,
+)
 def test_gradients(pool, ranks, model, parallel, recompute):
     layers = {} if model.startswith("nemotron") else {"num_layers": 2}
-    tree = TREE | {"model": {"name": model, **layers}, "parallel": parallel, "recompute": recompute}
+    tree = TREE | {
+        "model": {"name": model, **layers},
+        "parallel": parallel,
+        "recompute": recompute,
+    }
     check_against_one_process(pool, ranks, tree, batch=packed_batch)
 
 
 def test_one_expert_on_each_rank(pool):
     """Which is not copied any rows: all that come are for it."""
     model = {"name": "mixtral-8x7b-tiny", "num_layers": 2, "num_experts": 4}
-    check_against_one_process(pool, 4, TREE | {"model": model, "parallel": {"ep": 4}}, batch=packed_batch)
+    check_against_one_process(
+        pool, 4, TREE | {"model": model, "parallel": {"ep": 4}}, batch=packed_batch
+    )
 
 
-@pytest.mark.parametrize(("tp", "ep", "recompute"), [
-    (2, 2, "none"), (2, 4, "selective"),
-    (4, 2, "none"),  # alone with all other parameters, but not with its experts
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tp", "ep", "recompute"),
+    [
+        (2, 2, "none"),
+        (2, 4, "selective"),
+        (4, 2, "none"),  # alone with all other parameters, but not with its experts
+    ],
+)
 def test_gradients_with_tensor_parallel(pool, tp, ep, recompute):
     """Every rank sends its part of a sequence. Tensor parallelism splits sums: rounding alone is above 1e-6 in fp32."""
     model = {"name": "deepseek-v3-tiny", "num_layers": 2}
@@ -79,7 +93,9 @@ def test_gradients_with_tensor_parallel(pool, tp, ep, recompute):
 
 def all_to_the_first():
     """Every token goes to experts 0, 1, ...: of four ranks with two experts each, three get no token."""
-    return mock.patch.object(Router, "_select", lambda self, scores: torch.arange(self.top_k).expand(len(scores), -1))
+    return mock.patch.object(
+        Router, "_select", lambda self, scores: torch.arange(self.top_k).expand(len(scores), -1)
+    )
 
 
 def train_with_idle_ranks(*args):
@@ -101,7 +117,9 @@ EXPERTS, TOP_K, WIDTH, TOKENS = 8, 3, 16, 10
 def routing(load, rank):
     """The experts, [TOKENS, TOP_K], and weights that a rank chooses for its tokens."""
     generator = torch.Generator().manual_seed(rank)
-    experts = {"even": EXPERTS, "half": EXPERTS // 2, "one": TOP_K}[load]  # or the last ranks get no tokens at all
+    experts = {"even": EXPERTS, "half": EXPERTS // 2, "one": TOP_K}[
+        load
+    ]  # or the last ranks get no tokens at all
     indices = torch.rand(TOKENS, experts, generator=generator).argsort(1)[:, :TOP_K]
     return indices, torch.rand(TOKENS, TOP_K, generator=generator)
 
@@ -117,10 +135,13 @@ def make_experts(bias=True):
 def make_router(experts=EXPERTS, top_k=TOP_K, fake=False):
     return Router(
         DecoderConfig(
-            hidden_size=WIDTH, num_experts=experts, num_experts_per_tok=top_k, moe_intermediate_size=24,
+            hidden_size=WIDTH,
+            num_experts=experts,
+            num_experts_per_tok=top_k,
+            moe_intermediate_size=24,
             fake_balanced_gate=fake,
         )
-    )  # fmt: skip
+    )
 
 
 def local_experts(rank, ranks):
@@ -147,18 +168,30 @@ def dispatch_here(load):
     indices, weights = routing(load, rank)
     get_sizes = make_size_exchange(make_router(), mesh)
     return output_and_gradients(
-        lambda x, weights, experts: dispatch_to_ranks(mesh, get_sizes, x, indices, weights, experts)(),
-        tokens_of(rank), weights, local_experts(rank, ranks), tokens_of(rank) + 1,
-    )  # fmt: skip
+        lambda x, weights, experts: dispatch_to_ranks(
+            mesh, get_sizes, x, indices, weights, experts
+        )(),
+        tokens_of(rank),
+        weights,
+        local_experts(rank, ranks),
+        tokens_of(rank) + 1,
+    )
 
 
 @pytest.mark.parametrize(("ranks", "load"), [(2, "even"), (4, "even"), (4, "half"), (4, "one")])
 def test_dispatch(pool, ranks, load):
     """Outputs and all gradients are those of one process with all tokens and experts, to the last bits of fp32."""
-    indices, weights = (torch.cat(parts) for parts in zip(*(routing(load, rank) for rank in range(ranks)), strict=True))
+    indices, weights = (
+        torch.cat(parts)
+        for parts in zip(*(routing(load, rank) for rank in range(ranks)), strict=True)
+    )
     x = torch.cat([tokens_of(rank) for rank in range(ranks)])
     expected = output_and_gradients(
-        lambda x, weights, experts: dispatch_alone(x, indices, weights, experts)(), x, weights, make_experts(), x + 1
+        lambda x, weights, experts: dispatch_alone(x, indices, weights, experts)(),
+        x,
+        weights,
+        make_experts(),
+        x + 1,
     )
     results = pool.run(ranks, dispatch_here, load)
     for i, whole_tensor in enumerate(expected):
@@ -191,7 +224,9 @@ def elements_sent(load, fake):
     experts = local_experts(dist.get_rank(), dist.get_world_size())
     x = tokens_of(dist.get_rank()).requires_grad_()
     with Sent(dist.get_rank()) as sent:
-        dispatch_to_ranks(mesh, get_sizes, x, indices, weights.requires_grad_(), experts)().sum().backward()
+        dispatch_to_ranks(
+            mesh, get_sizes, x, indices, weights.requires_grad_(), experts
+        )().sum().backward()
     return sent.elements, indices
 
 
@@ -200,14 +235,21 @@ def test_a_token_is_sent_once_to_a_rank(pool, fake):
     """As many rows leave a rank, and return, as its tokens have other ranks with any of their experts."""
     ranks = 4
     results = pool.run(ranks, elements_sent, "even", fake)
-    ranks_of = [[{e * ranks // EXPERTS for e in chosen} for chosen in indices.tolist()] for _, indices in results]
+    ranks_of = [
+        [{e * ranks // EXPERTS for e in chosen} for chosen in indices.tolist()]
+        for _, indices in results
+    ]
     for rank, (elements, _) in enumerate(results):
         out = sum(len(there - {rank}) for there in ranks_of[rank])
-        back = sum(rank in there for other in range(ranks) if other != rank for there in ranks_of[other])
+        back = sum(
+            rank in there for other in range(ranks) if other != rank for there in ranks_of[other]
+        )
         assert out < TOKENS * TOP_K * (ranks - 1) / ranks  # fewer than one row per chosen expert
         per_row = WIDTH + EXPERTS // ranks
         forward = out * per_row + back * WIDTH
-        backward = back * per_row + out * WIDTH  # the gradients of what came, to where it came from
+        backward = (
+            back * per_row + out * WIDTH
+        )  # the gradients of what came, to where it came from
         assert elements[torch.float32] == forward + backward
         assert elements.get(torch.int64, 0) == (0 if fake else 2 * (ranks - 1))
 
@@ -215,17 +257,32 @@ def test_a_token_is_sent_once_to_a_rank(pool, fake):
 def sizes_known_and_exchanged(experts, top_k, tokens):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     indices, _ = balanced_routing(tokens, top_k, experts, "cpu")
-    chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, indices, True).unflatten(1, (mesh.size(), -1))
-    return [make_size_exchange(make_router(experts, top_k, fake), mesh)(chosen) for fake in (True, False)]
+    chosen = (
+        torch.zeros(tokens, experts, dtype=torch.bool)
+        .scatter(1, indices, True)
+        .unflatten(1, (mesh.size(), -1))
+    )
+    return [
+        make_size_exchange(make_router(experts, top_k, fake), mesh)(chosen)
+        for fake in (True, False)
+    ]
 
 
-@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(8, 3, 7), (12, 8, 5), (4, 4, 1), (16, 1, 3)])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tokens"), [(8, 3, 7), (12, 8, 5), (4, 4, 1), (16, 1, 3)]
+)
 def test_sizes_with_the_fake_gate(pool, experts, top_k, tokens):
     for known, exchanged in pool.run(4, sizes_known_and_exchanged, experts, top_k, tokens):
         assert known == exchanged
 
 
-WAITS = (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.nonzero, torch.Tensor.cpu)
+WAITS = (
+    torch.Tensor.tolist,
+    torch.Tensor.item,
+    torch.Tensor.__bool__,
+    torch.Tensor.nonzero,
+    torch.Tensor.cpu,
+)
 
 
 class Waits(TorchFunctionMode):
@@ -244,7 +301,9 @@ def count_waits(load):
     get_sizes = make_size_exchange(make_router(), mesh)
     with Waits() as waits:
         x = tokens_of(dist.get_rank()).requires_grad_()
-        dispatch_to_ranks(mesh, get_sizes, x, indices, weights, local_experts(0, 2))().sum().backward()
+        dispatch_to_ranks(
+            mesh, get_sizes, x, indices, weights, local_experts(0, 2)
+        )().sum().backward()
     return waits.count
 
 
@@ -294,7 +353,13 @@ def test_the_shared_expert_is_computed_while_rows_are_sent():
         moe.dispatch = partial(dispatch_to_ranks, mesh, make_size_exchange(moe.gate, mesh))
         x = torch.randn(1, 64, 64, requires_grad=True)
         rows, weights, results = 3, 3, 0
-        assert products_in_flight(lambda: moe(x).sum().backward()) == [rows, weights, results, 0, 6]
+        assert products_in_flight(lambda: moe(x).sum().backward()) == [
+            rows,
+            weights,
+            results,
+            0,
+            6,
+        ]
 
 
 class Meanwhile(torch.nn.Module):
@@ -329,18 +394,28 @@ def test_a_training_step_moves_the_selection_bias(pool, parallel):
     """By the load over all ranks, micro-batches and sequence parts, each token counted once though it is recomputed."""
     small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
     batch = {"global": 8, "micro": 2, "seq_len": 16}
-    tree = dict(model=small, device="cpu", steps=1, batch=batch, recompute="full", parallel=parallel)
+    tree = dict(
+        model=small, device="cpu", steps=1, batch=batch, recompute="full", parallel=parallel
+    )
     for bias, expected in pool.run(2 * parallel.get("tp", 1), bias_after_a_step, tree):
         assert torch.equal(bias, expected) and bias.any()
 
 
-@pytest.mark.parametrize("per_sequence, micro, parallel", [
-    (False, 2, {"ep": 2}), (True, 1, {"ep": 2, "cp": 2}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "per_sequence, micro, parallel",
+    [(False, 2, {"ep": 2}), (True, 1, {"ep": 2, "cp": 2})],
+    ids=str,
+)
 def test_auxiliary_loss(pool, per_sequence, micro, parallel):
     """The gradients of one process that sees all rows at once; per sequence also in several micro-batches."""
-    model = dict(name="mixtral-8x7b-tiny", num_layers=1, router_aux_loss_coef=1.0, seq_aux=per_sequence)
-    tree = dict(model=model, batch={"global": 4, "micro": micro, "seq_len": 24}, optim=dict(name="sgd", lr=0.1))
+    model = dict(
+        name="mixtral-8x7b-tiny", num_layers=1, router_aux_loss_coef=1.0, seq_aux=per_sequence
+    )
+    tree = dict(
+        model=model,
+        batch={"global": 4, "micro": micro, "seq_len": 24},
+        optim=dict(name="sgd", lr=0.1),
+    )
     check_against_one_process(pool, 2, tree | {"parallel": parallel, "recompute": "full"})
 
 
@@ -354,7 +429,10 @@ def two_steps(tree):
     with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
         trainer = Trainer(config, start(config))
         data = Mock(config.batch.seq_len, config.model.config.vocab_size, seed=0, split=0)
-        numbers = [{key: value.item() for key, value in trainer.step(data, step).items()} for step in range(2)]
+        numbers = [
+            {key: value.item() for key, value in trainer.step(data, step).items()}
+            for step in range(2)
+        ]
     return numbers, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
@@ -362,8 +440,15 @@ def two_steps(tree):
 def test_a_block_compiles_as_one_graph(pool, fake, recompute):
     """With sizes that differ from layer to layer and step to step. The same operations in bf16, so the same bits."""
     model = {"name": "qwen3-30b-a3b-tiny", "num_layers": 2, "fake_balanced_gate": fake}
-    tree = TREE | {"model": model, "precision": "bf16", "recompute": recompute, "parallel": {"ep": 2}}
-    for eager, compiled in zip(*(pool.run(2, two_steps, tree | {"compile": c}) for c in (False, True)), strict=True):
+    tree = TREE | {
+        "model": model,
+        "precision": "bf16",
+        "recompute": recompute,
+        "parallel": {"ep": 2},
+    }
+    for eager, compiled in zip(
+        *(pool.run(2, two_steps, tree | {"compile": c}) for c in (False, True)), strict=True
+    ):
         assert compiled == (eager[0], 1, 0)
 
 
@@ -384,8 +469,12 @@ def read_and_gather(tree):
     """Each expert stack's local elements, and all weights gathered as for an export."""
     config = configs.from_dict(tree)
     model = build_model(config, start(config), partial(fill_weights, config))
-    local = {name: p.to_local().numel() for name, p in model.named_parameters() if ".experts." in name}
-    return local, {name: full_tensor(tensor.detach()) for name, tensor in model.state_dict().items()}
+    local = {
+        name: p.to_local().numel() for name, p in model.named_parameters() if ".experts." in name
+    }
+    return local, {
+        name: full_tensor(tensor.detach()) for name, tensor in model.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b-tiny", "gpt-oss-20b-tiny"])
@@ -402,40 +491,86 @@ def test_published_weights_in_and_out(pool, tmp_path, name):
 # -------------------------------------------------------------------------------------------------- settings, shrinking
 
 
-@pytest.mark.parametrize(("shape", "ranks", "dim"), [
-    ((4, 6, 9), 1, 2), ((4, 6, 9), 2, 1), ((4, 6, 9), 3, 2), ((4, 8, 6), 2, 1), ((8, 3), 2, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [((4, 6, 9), 1, 2), ((4, 6, 9), 2, 1), ((4, 6, 9), 3, 2), ((4, 8, 6), 2, 1), ((8, 3), 2, 1)],
+)
 def test_experts_are_sharded_where_that_is_even(shape, ranks, dim):
     """Along the widest dimension but the first, of those that can be."""
     assert widest_dimension(torch.empty(shape), ranks) == Shard(dim)
 
 
-@pytest.mark.parametrize("ranks, tree, line", [
-    (2, {"model": "llama3-8b-tiny", "parallel": {"ep": 2}}, "parallel.ep=2 needs a model with experts"),
-    (4, {"parallel": {"ep": 3}}, r"parallel.ep=3 does not divide num_experts=8 \(use 1, 2, 4 or 8\)"),
-    (4, {"parallel": {"ep": 0}}, "parallel.ep=0 must be at least 1"),
-    (4, {"parallel": {"ep": 4, "pp": 2}}, r"ep=4 does not divide dp_shard x cp x tp = 2 ranks \(use 1 or 2\)"),
-    (4, {"parallel": {"ep": 4, "dp_replicate": 2}}, r"ep=4 does not divide dp_shard x cp x tp = 2 ranks"),
-    (12, {"parallel": {"ep": 8}}, r"ep=8 does not divide dp_shard x cp x tp = 12 ranks \(use 1, 2 or 4\)"),
-    (64, {"parallel": {"ep": 2}}, "ep=2 leaves 32 ranks with the same experts, which do not divide moe_intermediate_"),
-    (12, {"model": "nemotron3-super-120b-a12b-tiny", "parallel": {"ep": 4}}, "do not divide moe_latent_size"),
-    (6, {"parallel": {"ep": 2}}, "ep=2 leaves 3 ranks with the same experts, which do not divide hidden_size=64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks, tree, line",
+    [
+        (
+            2,
+            {"model": "llama3-8b-tiny", "parallel": {"ep": 2}},
+            "parallel.ep=2 needs a model with experts",
+        ),
+        (
+            4,
+            {"parallel": {"ep": 3}},
+            r"parallel.ep=3 does not divide num_experts=8 \(use 1, 2, 4 or 8\)",
+        ),
+        (4, {"parallel": {"ep": 0}}, "parallel.ep=0 must be at least 1"),
+        (
+            4,
+            {"parallel": {"ep": 4, "pp": 2}},
+            r"ep=4 does not divide dp_shard x cp x tp = 2 ranks \(use 1 or 2\)",
+        ),
+        (
+            4,
+            {"parallel": {"ep": 4, "dp_replicate": 2}},
+            r"ep=4 does not divide dp_shard x cp x tp = 2 ranks",
+        ),
+        (
+            12,
+            {"parallel": {"ep": 8}},
+            r"ep=8 does not divide dp_shard x cp x tp = 12 ranks \(use 1, 2 or 4\)",
+        ),
+        (
+            64,
+            {"parallel": {"ep": 2}},
+            "ep=2 leaves 32 ranks with the same experts, which do not divide moe_intermediate_",
+        ),
+        (
+            12,
+            {"model": "nemotron3-super-120b-a12b-tiny", "parallel": {"ep": 4}},
+            "do not divide moe_latent_size",
+        ),
+        (
+            6,
+            {"parallel": {"ep": 2}},
+            "ep=2 leaves 3 ranks with the same experts, which do not divide hidden_size=64",
+        ),
+    ],
+)
 def test_mistakes_are_one_line(ranks, tree, line):
-    tree = {"model": "mixtral-8x7b-tiny", "batch": {"global": 24, "micro": 1, "seq_len": 16}} | tree
+    tree = {
+        "model": "mixtral-8x7b-tiny",
+        "batch": {"global": 24, "micro": 1, "seq_len": 16},
+    } | tree
     with pytest.raises(InputError, match=line) as caught:
         check_layout(configs.from_dict(tree), ranks)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("parallel, ranks, small", [
-    ({"dp_shard": 8, "ep": 8}, 8, (2, 2)),  # dp_shard and ep of the small one
-    ({"dp_shard": 16, "ep": 8}, 16, (4, 2)),  # two ranks have the same experts
-    ({"dp_shard": 8, "tp": 2, "ep": 8}, 16, (2, 2)),
-    ({"dp_shard": 1, "cp": 4, "ep": 4}, 4, (1, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel, ranks, small",
+    [
+        ({"dp_shard": 8, "ep": 8}, 8, (2, 2)),  # dp_shard and ep of the small one
+        ({"dp_shard": 16, "ep": 8}, 16, (4, 2)),  # two ranks have the same experts
+        ({"dp_shard": 8, "tp": 2, "ep": 8}, 16, (2, 2)),
+        ({"dp_shard": 1, "cp": 4, "ep": 4}, 4, (1, 2)),
+    ],
+)
 def test_shrink(parallel, ranks, small):
-    tree = {"model": "qwen3-30b-a3b", "parallel": parallel, "batch": {"global": 64, "micro": 1, "seq_len": 4096}}
+    tree = {
+        "model": "qwen3-30b-a3b",
+        "parallel": parallel,
+        "batch": {"global": 64, "micro": 1, "seq_len": 4096},
+    }
     config = configs.from_dict(tree)
     check_layout(config, ranks)
     found = shrink_parallel(config)

@@ -19,10 +19,22 @@ from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
 from minitrain.training.loop import Trainer
 from tests.distributed.test_expert import all_to_the_first
-from tests.helpers.oracle import Count, check_against_one_process, collective, count_calls, train, train_compiled
+from tests.helpers.oracle import (
+    Count,
+    check_against_one_process,
+    collective,
+    count_calls,
+    train,
+    train_compiled,
+)
 
 TREE = {
-    "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
+    "model": {
+        "name": "llama3-8b-tiny",
+        "vocab_size": 128,
+        "num_layers": 2,
+        "initializer_range": 0.05,
+    },
     "batch": {"global": 12, "micro": 2, "seq_len": 16},
     "optim": {"name": "sgd", "lr": 0.1},
     "precision": "fp8",
@@ -32,7 +44,9 @@ TREE = {
 
 def train_otherwise_in_fp32(*args):
     """`train` with fp32 wherever there is bf16, and graphs handed to autograd instead of to a C++ compiler."""
-    compiler = mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    compiler = mock.patch(
+        "torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")
+    )
     with mock.patch.object(torch, "bfloat16", torch.float32), compiler:
         return train(*args)
 
@@ -58,34 +72,62 @@ def fp8_decoder(config):
     return model
 
 
-@pytest.mark.parametrize("world_size, changes", [
-    (3, {}),  # shards of 22, 22 and 20 rows
-    (4, {"parallel": {"dp_replicate": 2, "reshard_after_forward": False}, "recompute": "full"}),
-    (4, {"parallel": {"tp": 2}, "recompute": "selective", "compile": True}),
-    (4, {"parallel": {"pp": 2, "tp": 2}}),
-    (2, {"parallel": {"cp": 2}}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "world_size, changes",
+    [
+        (3, {}),  # shards of 22, 22 and 20 rows
+        (
+            4,
+            {
+                "parallel": {"dp_replicate": 2, "reshard_after_forward": False},
+                "recompute": "full",
+            },
+        ),
+        (4, {"parallel": {"tp": 2}, "recompute": "selective", "compile": True}),
+        (4, {"parallel": {"pp": 2, "tp": 2}}),
+        (2, {"parallel": {"cp": 2}}),
+    ],
+    ids=str,
+)
 def test_layouts(pool, world_size, changes):
     """The tolerance is for the few elements that lie between two FP8 numbers, where fp32's rounding decides: one more
     or less of e5m2's steps is an eighth. A wrong scale would be wrong by a factor of 2."""
     with mock.patch("tests.helpers.oracle.Decoder", fp8_decoder):
-        tree = TREE | {"batch": TREE["batch"] | {"global": 12 if world_size == 3 else 8}} | changes
-        check_against_one_process(pool, world_size, tree, tolerance=0.05, run=train_otherwise_in_fp32)
+        tree = (
+            TREE | {"batch": TREE["batch"] | {"global": 12 if world_size == 3 else 8}} | changes
+        )
+        check_against_one_process(
+            pool, world_size, tree, tolerance=0.05, run=train_otherwise_in_fp32
+        )
 
 
-@pytest.mark.parametrize("world_size, experts, changes", [
-    (2, 2, {"parallel": {"ep": 2}}),  # one expert on each rank, which is not sharded any further
-    (4, 2, {"parallel": {"ep": 2}, "compile": True}),  # two ranks with halves of the same
-    (4, 4, {"parallel": {"ep": 4, "tp": 2}, "recompute": "selective"}),
-    (4, 2, {"parallel": {"ep": 2, "pp": 2}}),
-    (4, 2, {"parallel": {"ep": 2, "dp_replicate": 2}, "recompute": "full"}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "world_size, experts, changes",
+    [
+        (
+            2,
+            2,
+            {"parallel": {"ep": 2}},
+        ),  # one expert on each rank, which is not sharded any further
+        (4, 2, {"parallel": {"ep": 2}, "compile": True}),  # two ranks with halves of the same
+        (4, 4, {"parallel": {"ep": 4, "tp": 2}, "recompute": "selective"}),
+        (4, 2, {"parallel": {"ep": 2, "pp": 2}}),
+        (4, 2, {"parallel": {"ep": 2, "dp_replicate": 2}, "recompute": "full"}),
+    ],
+    ids=str,
+)
 def test_layouts_of_experts(pool, world_size, experts, changes):
     """With two choices of expert for each token, one may get no token at all."""
     model = TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": experts}
-    tree = TREE | {"model": model, "batch": TREE["batch"] | {"global": 8}, "fp8": {"experts": True}} | changes
+    tree = (
+        TREE
+        | {"model": model, "batch": TREE["batch"] | {"global": 8}, "fp8": {"experts": True}}
+        | changes
+    )
     with mock.patch("tests.helpers.oracle.Decoder", fp8_decoder):
-        check_against_one_process(pool, world_size, tree, tolerance=0.05, run=train_otherwise_in_fp32)
+        check_against_one_process(
+            pool, world_size, tree, tolerance=0.05, run=train_otherwise_in_fp32
+        )
 
 
 def train_with_idle_ranks(*args):
@@ -112,10 +154,17 @@ def gathered(op, args):
 
 def train_gathering_rounded(tree, rounded):
     """rounded: as it is, or all in the type of what is gathered."""
-    decide = mock.patch.object(tensor, "only_multiplies_in_fp8", tensor.only_multiplies_in_fp8 if rounded else no)
-    with decide, nullcontext() if tree.get("compile") else Count(gathered) as gathers:  # not both can see the operators
+    decide = mock.patch.object(
+        tensor, "only_multiplies_in_fp8", tensor.only_multiplies_in_fp8 if rounded else no
+    )
+    with (
+        decide,
+        nullcontext() if tree.get("compile") else Count(gathered) as gathers,
+    ):  # not both can see the operators
         trace = train_compiled(tree, 1)
-    return trace.gradients[0] | {"loss": torch.tensor(trace.losses[0])}, gathers and gathers.counts
+    return trace.gradients[0] | {
+        "loss": torch.tensor(trace.losses[0])
+    }, gathers and gathers.counts
 
 
 def no(linear):
@@ -125,18 +174,36 @@ def no(linear):
 LORA = {"task": "lora", "lora": {"rank": 4, "targets": ["k_proj", "down_proj"]}}
 
 
-@pytest.mark.parametrize("model, world_size, changes, per_batch", [
-    ("llama3-8b-tiny", 2, {}, 8),  # inputs of attention and MLP, and gradients of their outputs
-    ("llama3-8b-tiny", 4, {"recompute": "full"}, 12),
-    ("gpt3-175b-tiny", 2, {}, 4),  # biases of the last Linears
-    ("llama3-8b-tiny", 2, LORA, 4),  # inputs of the MLP, gradients of attention's output
-    ("nemotron3-super-120b-a12b-tiny", 2, {}, 7),  # attention, two shared experts, and what comes out of Mamba-2
-    ("qwen2.5-7b-tiny", 2, {"compile": True}, None),
-], ids=str)  # fmt: skip
-def test_gathering_rounded_activations_changes_no_bit(pool, model, world_size, changes, per_batch):
+@pytest.mark.parametrize(
+    "model, world_size, changes, per_batch",
+    [
+        (
+            "llama3-8b-tiny",
+            2,
+            {},
+            8,
+        ),  # inputs of attention and MLP, and gradients of their outputs
+        ("llama3-8b-tiny", 4, {"recompute": "full"}, 12),
+        ("gpt3-175b-tiny", 2, {}, 4),  # biases of the last Linears
+        ("llama3-8b-tiny", 2, LORA, 4),  # inputs of the MLP, gradients of attention's output
+        (
+            "nemotron3-super-120b-a12b-tiny",
+            2,
+            {},
+            7,
+        ),  # attention, two shared experts, and what comes out of Mamba-2
+        ("qwen2.5-7b-tiny", 2, {"compile": True}, None),
+    ],
+    ids=str,
+)
+def test_gathering_rounded_activations_changes_no_bit(
+    pool, model, world_size, changes, per_batch
+):
     shape = {"name": model, "num_layers": 4 if "nemotron3" in model else 2}
     tree = TREE | {"model": TREE["model"] | shape, "parallel": {"tp": 2}} | changes
-    runs = [pool.run(world_size, train_gathering_rounded, tree, rounded) for rounded in (True, False)]
+    runs = [
+        pool.run(world_size, train_gathering_rounded, tree, rounded) for rounded in (True, False)
+    ]
     batches = TREE["batch"]["global"] // TREE["batch"]["micro"] // (world_size // 2)
     for (actual, gathers), (expected, wide) in zip(*runs, strict=True):
         if per_batch:
@@ -160,13 +227,17 @@ def check_gathered_after_changes(tree):
     trainer, dataset = new_trainer(tree)
     model, batch = trainer.model, trainer.micro_batches(dataset, 0)[0]
     kinds = (fp8.Fp8Linear, fp8.Fp8Experts)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    modules = {
+        name: module for name, module in model.named_modules() if isinstance(module, kinds)
+    }
     seen = {}
 
     def look(name, module, inputs):
         for key, (rounded, inverse, copy) in module.gathered.items():
             seen[f"{name}.{key}"] = rounded.clone(), inverse
-            assert not inverse.data_ptr() % 16 and not rounded.data_ptr() % 16, "cuBLAS refuses others"
+            assert not inverse.data_ptr() % 16 and not rounded.data_ptr() % 16, (
+                "cuBLAS refuses others"
+            )
             assert rounded.ndim == 2
             assert (copy is not None) == trainer.config.fp8.keep_transposed
             if copy is not None:
@@ -177,7 +248,9 @@ def check_gathered_after_changes(tree):
     weights = {name: p for name, p in model.named_parameters() if p.ndim > 1}
     for name, p in weights.items():
         if p.ndim == 3:  # experts of different sizes
-            p.to_local().detach().mul_(own_part(name, None, trainer.meshes, 4.0 ** torch.arange(len(p))[:, None, None]))
+            p.to_local().detach().mul_(
+                own_part(name, None, trainer.meshes, 4.0 ** torch.arange(len(p))[:, None, None])
+            )
     for change in (
         lambda: None,
         torch.optim.SGD(weights.values(), lr=0.1, foreach=True).step,
@@ -188,16 +261,24 @@ def check_gathered_after_changes(tree):
         with torch.no_grad():
             change()
         trainer.objective.loss(model, batch).backward()
-        assert len(seen) == sum(2 if isinstance(module, fp8.Fp8Experts) else 1 for module in modules.values())
+        assert len(seen) == sum(
+            2 if isinstance(module, fp8.Fp8Experts) else 1 for module in modules.values()
+        )
         for name, (rounded, inverse) in seen.items():
             weight = full_tensor(weights[name])
             part = partial(own_part, name, modules[name.rpartition(".")[0]], trainer.meshes)
             if weight.ndim == 3:  # this rank's expert, with a scale of its own
-                whole_rounded, whole_inverse = quantize.quantize(part(weight).squeeze(0), quantize.E4M3)
-                assert torch.equal(rounded.view(torch.uint8), whole_rounded.view(torch.uint8)), name
+                whole_rounded, whole_inverse = quantize.quantize(
+                    part(weight).squeeze(0), quantize.E4M3
+                )
+                assert torch.equal(rounded.view(torch.uint8), whole_rounded.view(torch.uint8)), (
+                    name
+                )
             else:
                 whole_rounded, whole_inverse = quantize.quantize(weight, quantize.E4M3)
-                assert torch.equal(rounded.view(torch.uint8), part(whole_rounded.view(torch.uint8))), name
+                assert torch.equal(
+                    rounded.view(torch.uint8), part(whole_rounded.view(torch.uint8))
+                ), name
             assert torch.equal(inverse, whole_inverse), name
 
 
@@ -213,7 +294,9 @@ def own_part(name, module, meshes, tensor):
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("world_size, tp, heads", [(3, 1, 4), (4, 2, 4), (4, 4, 2)])
-def test_gathered_weights_are_those_of_one_process_after_every_change(pool, world_size, tp, heads, keep):
+def test_gathered_weights_are_those_of_one_process_after_every_change(
+    pool, world_size, tp, heads, keep
+):
     """Of a head that two ranks have, too."""
     settings = {
         "parallel": {"tp": tp, "reshard_after_forward": not keep},
@@ -224,14 +307,20 @@ def test_gathered_weights_are_those_of_one_process_after_every_change(pool, worl
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(("ep", "experts"), [(2, 2), (4, 4)])  # two halves of stacks of one; whole
+@pytest.mark.parametrize(
+    ("ep", "experts"), [(2, 2), (4, 4)]
+)  # two halves of stacks of one; whole
 def test_gathered_experts_are_those_of_one_process_after_every_change(pool, ep, experts, keep):
     settings = {
         "parallel": {"ep": ep, "reshard_after_forward": not keep},
         "model": TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": experts},
         "fp8": {"experts": True, "keep_transposed": keep},
     }
-    pool.run(4, check_gathered_after_changes, TREE | {"batch": TREE["batch"] | {"global": 8}} | settings)
+    pool.run(
+        4,
+        check_gathered_after_changes,
+        TREE | {"batch": TREE["batch"] | {"global": 8}} | settings,
+    )
 
 
 def test_shards_that_are_gone_hear_of_no_step():
@@ -253,13 +342,23 @@ def train_counting_copies(tree):
     return trace.gradients, kept.call_count, passed, used.call_count
 
 
-@pytest.mark.parametrize("changes, transposed_per_step", [
-    ({}, 14),
-    ({"task": "lora", "lora": {"rank": 4}}, 7),  # once for ever
-    ({"parallel": {"pp": 2, "reshard_after_forward": False}}, 7),
-    ({"parallel": {"ep": 2, "reshard_after_forward": False}, "fp8": {"keep_transposed": True, "experts": True},
-      "model": TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": 2}}, 12),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, transposed_per_step",
+    [
+        ({}, 14),
+        ({"task": "lora", "lora": {"rank": 4}}, 7),  # once for ever
+        ({"parallel": {"pp": 2, "reshard_after_forward": False}}, 7),
+        (
+            {
+                "parallel": {"ep": 2, "reshard_after_forward": False},
+                "fp8": {"keep_transposed": True, "experts": True},
+                "model": TREE["model"] | {"name": "mixtral-8x7b-tiny", "num_experts": 2},
+            },
+            12,
+        ),
+    ],
+    ids=str,
+)
 def test_kept_copies_change_no_bit_and_are_made_once_per_step(pool, changes, transposed_per_step):
     gathered = {"parallel": {"reshard_after_forward": False}, "fp8": {"keep_transposed": True}}
     batch = {"batch": TREE["batch"] | {"global": 8}}
@@ -285,7 +384,11 @@ def count_work(tree, steps):
     ):
         for step in range(steps):
             trainer.step(dataset, step)
-    return cast.call_count, product.call_count, sum(call.args[0].nbytes for call in gather.call_args_list)
+    return (
+        cast.call_count,
+        product.call_count,
+        sum(call.args[0].nbytes for call in gather.call_args_list),
+    )
 
 
 def test_weights_are_rounded_once_per_step_and_gathered_as_bytes(pool):
@@ -294,16 +397,28 @@ def test_weights_are_rounded_once_per_step_and_gathered_as_bytes(pool):
         pool.run(2, count_work, TREE | {"precision": precision, "recompute": "full"}, steps)[0]
         for precision in ("fp8", "bf16")
     )
-    linears = [p.numel() for name, p in Decoder(from_dict(TREE).model.config).named_parameters() if "proj" in name]
+    linears = [
+        p.numel()
+        for name, p in Decoder(from_dict(TREE).model.config).named_parameters()
+        if "proj" in name
+    ]
     assert rounded == steps * len(linears)
     assert products == steps * batches * (1 + 1 + 2) * len(linears)
-    assert bf16_bytes - fp8_bytes == steps * batches * 2 * sum(linears)  # gathered forward and backward
+    assert bf16_bytes - fp8_bytes == steps * batches * 2 * sum(
+        linears
+    )  # gathered forward and backward
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_frozen_base_of_adapters_is_rounded_once_for_ever(pool, world_size):
-    tree = TREE | {"task": "lora", "lora": {"rank": 4}, "batch": {"global": 4, "micro": 2, "seq_len": 16}}
+    tree = TREE | {
+        "task": "lora",
+        "lora": {"rank": 4},
+        "batch": {"global": 4, "micro": 2, "seq_len": 16},
+    }
     steps, batches, linears = 3, 2 // world_size, 14
     rounded, products, _ = pool.run(world_size, count_work, tree, steps)[0]
     assert rounded == linears
-    assert products == steps * batches * 2 * linears  # outputs and gradients of inputs, none of weights
+    assert (
+        products == steps * batches * 2 * linears
+    )  # outputs and gradients of inputs, none of weights

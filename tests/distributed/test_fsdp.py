@@ -17,7 +17,13 @@ from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer
-from tests.helpers.oracle import check_against_one_process, count_calls, snapshot, train, train_compiled
+from tests.helpers.oracle import (
+    check_against_one_process,
+    count_calls,
+    snapshot,
+    train,
+    train_compiled,
+)
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 3, "initializer_range": 0.05}
 TREE = {
@@ -37,7 +43,9 @@ def test_other_families(pool, model):
     check_against_one_process(pool, 4, TREE | {"model": MODEL | {"name": model}})
 
 
-@pytest.mark.parametrize("model", ["gpt-oss-20b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny"])
+@pytest.mark.parametrize(
+    "model", ["gpt-oss-20b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny"]
+)
 def test_experts_and_hybrids(pool, model):
     check_against_one_process(pool, 2, TREE | {"model": model}, steps=2)
 
@@ -54,21 +62,27 @@ def test_shards_are_not_saved_as_a_model(pool, tmp_path):
 
 
 def test_uneven_shards(pool):
-    check_against_one_process(pool, 4, TREE | {"model": MODEL | {"vocab_size": 126, "intermediate_size": 50}})
+    check_against_one_process(
+        pool, 4, TREE | {"model": MODEL | {"vocab_size": 126, "intermediate_size": 50}}
+    )
 
 
 def test_tied_embeddings(pool):
     check_against_one_process(pool, 2, TREE | {"model": MODEL | {"tie_word_embeddings": True}})
 
 
-@pytest.mark.parametrize("parallel", [
-    {"dp_replicate": 2, "dp_shard": 2},
-    {"dp_replicate": 4},
-    {"reshard_after_forward": False},
-    {"prefetch": 0},
-    {"prefetch": 2},
-    {"dp_replicate": 2, "reshard_after_forward": False, "prefetch": 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_replicate": 4},
+        {"reshard_after_forward": False},
+        {"prefetch": 0},
+        {"prefetch": 2},
+        {"dp_replicate": 2, "reshard_after_forward": False, "prefetch": 2},
+    ],
+    ids=str,
+)
 def test_layouts(pool, parallel):
     check_against_one_process(pool, 4, TREE | {"parallel": parallel})
 
@@ -78,13 +92,24 @@ def prefetched(prefetch):
     told = {"forward": [], "backward": []}
     with (
         mock.patch.object(
-            FSDPModule, "set_modules_to_forward_prefetch", lambda _, units: told["forward"].append(units)
+            FSDPModule,
+            "set_modules_to_forward_prefetch",
+            lambda _, units: told["forward"].append(units),
         ),
-        mock.patch.object(FSDPModule, "set_modules_to_backward_prefetch", lambda _, x: told["backward"].append(x)),
+        mock.patch.object(
+            FSDPModule,
+            "set_modules_to_backward_prefetch",
+            lambda _, x: told["backward"].append(x),
+        ),
     ):
-        config = configs.from_dict(TREE | {"model": MODEL | {"num_layers": 4}, "parallel": {"prefetch": prefetch}})
+        config = configs.from_dict(
+            TREE | {"model": MODEL | {"num_layers": 4}, "parallel": {"prefetch": prefetch}}
+        )
         blocks = list(build_model(config, start(config)).blocks)
-    return {key: [[blocks.index(unit) for unit in units] for units in value] for key, value in told.items()}
+    return {
+        key: [[blocks.index(unit) for unit in units] for units in value]
+        for key, value in told.items()
+    }
 
 
 def test_the_next_blocks_come_first(pool):
@@ -108,24 +133,39 @@ def test_accumulation(pool, micro, frees, replicas):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_blocks(pool, recompute):
-    check_against_one_process(pool, 2, TREE | {"compile": True, "recompute": recompute}, run=train_compiled)
+    check_against_one_process(
+        pool, 2, TREE | {"compile": True, "recompute": recompute}, run=train_compiled
+    )
 
 
 def count_messages(tree):
     """How many all-gathers, reduce-scatters and all-reduces of gradients a training step takes."""
     all_reduce = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
-    with count_calls("all_gather") as gathers, count_calls("reduce_scatter") as reductions, all_reduce as exchanges:
+    with (
+        count_calls("all_gather") as gathers,
+        count_calls("reduce_scatter") as reductions,
+        all_reduce as exchanges,
+    ):
         train(tree, steps=1)
     of_gradients = [call for call in exchanges.call_args_list if call.args[0].numel() > 1]
     return gathers.call_count, reductions.call_count, len(of_gradients)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize(("frees", "gathers", "reductions"), [
-    (False, 3 + 1, 3 + 1),  # of blocks and the remainder, once a step
-    (True, 4 * (2 * 3 + 1), 4 * (3 + 1)),  # in each micro-batch, of blocks again in the backward pass
-])  # fmt: skip
-def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(pool, frees, gathers, reductions, replicas):
+@pytest.mark.parametrize(
+    ("frees", "gathers", "reductions"),
+    [
+        (False, 3 + 1, 3 + 1),  # of blocks and the remainder, once a step
+        (
+            True,
+            4 * (2 * 3 + 1),
+            4 * (3 + 1),
+        ),  # in each micro-batch, of blocks again in the backward pass
+    ],
+)
+def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(
+    pool, frees, gathers, reductions, replicas
+):
     """And between replicas, gradients are exchanged once a step."""
     ranks, parallel = 2 * replicas, {"reshard_after_forward": frees, "dp_replicate": replicas}
     batch = TREE["batch"] | {"global": 4 * ranks, "micro": 1}  # four micro-batches on each rank
@@ -135,16 +175,24 @@ def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(pool, frees
 
 def count_reductions(tree):
     """How often a training step reduces the gradients of a block or the remainder, over however many ranks."""
-    with mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions:
+    with mock.patch.object(
+        _fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce
+    ) as reductions:
         train(tree, steps=1)
     return reductions.call_count
 
 
-@pytest.mark.parametrize(("ranks", "frees", "times"), [(1, None, 1), (1, True, 4), (1, False, 1), (2, None, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "frees", "times"), [(1, None, 1), (1, True, 4), (1, False, 1), (2, None, 4)]
+)
 def test_one_rank_frees_no_weights_unless_it_is_asked_to(pool, ranks, frees, times):
     """They would only be copied again, for each of the four micro-batches, and gradients with them."""
     batch = TREE["batch"] | {"global": 4 * ranks, "micro": 1}
-    tree = TREE | {"batch": batch, "precision": "bf16", "parallel": {"reshard_after_forward": frees}}
+    tree = TREE | {
+        "batch": batch,
+        "precision": "bf16",
+        "parallel": {"reshard_after_forward": frees},
+    }
     assert pool.run(ranks, count_reductions, tree) == [times * (3 + 1)] * ranks
 
 
@@ -167,22 +215,34 @@ def joined(tree, most):
     state = build_model(config, start(config)).state_dict()
     cuts = {name: cut_slices(shard, most) for name, shard in state.items()}
     found = {
-        name: assemble(((where, full_slice(shard, where)) for where in cuts[name]), shard.shape, shard.dtype)
+        name: assemble(
+            ((where, full_slice(shard, where)) for where in cuts[name]), shard.shape, shard.dtype
+        )
         for name, shard in state.items()
     }
-    return found, sum(len(places) > 1 for places in cuts.values()), {name: full_tensor(x) for name, x in state.items()}
+    return (
+        found,
+        sum(len(places) > 1 for places in cuts.values()),
+        {name: full_tensor(x) for name, x in state.items()},
+    )
 
 
 @pytest.mark.parametrize("most", [1 << 30, 5000, 1])
-@pytest.mark.parametrize("tree", [
-    {"model": MODEL | {"vocab_size": 126, "intermediate_size": 50}},
-    {"model": MODEL, "parallel": {"tp": 2}},
-    {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2, "tp": 2}},
-    {"model": "deepseek-v3-tiny", "parallel": {"ep": 2}},
-], ids=["uneven", "tp", "ep x tp", "ep"])  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"model": MODEL | {"vocab_size": 126, "intermediate_size": 50}},
+        {"model": MODEL, "parallel": {"tp": 2}},
+        {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2, "tp": 2}},
+        {"model": "deepseek-v3-tiny", "parallel": {"ep": 2}},
+    ],
+    ids=["uneven", "tp", "ep x tp", "ep"],
+)
 def test_tensors_become_whole_in_pieces(pool, tree, most):
     (first, cut, expected), *others = pool.run(4, joined, TREE | tree, most)
-    assert first.keys() == expected.keys() and all(torch.equal(first[name], expected[name]) for name in expected)
+    assert first.keys() == expected.keys() and all(
+        torch.equal(first[name], expected[name]) for name in expected
+    )
     assert (cut > len(first) / 4) == (most < 1 << 30)
     assert all(tensor is None for other in others for tensor in other[0].values())
 

@@ -16,7 +16,9 @@ from tests.distributed.test_matrix import combine, ranks
 from tests.helpers.oracle import check_against_one_process, check_close, packed_batch, train
 
 LORA = {"lora": {"rank": 8, "alpha": 16.0}}
-EXPERTS = {"lora": {"rank": 8, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
+EXPERTS = {
+    "lora": {"rank": 8, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+}
 
 
 def random_adapter(name, tensor, generator):
@@ -39,25 +41,51 @@ def random_adapters():
         yield
 
 
-@pytest.mark.parametrize("names", [
-    ("fsdp", "accumulation"), ("hsdp", "recompute"), ("tp", "fsdp"), ("tp", "selective"), ("cp", "tp"), ("pp", "tied"),
-    ("ulysses", "pp"), ("fsdp", "tp", "pp", "recompute"),
-], ids=" x ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fsdp", "accumulation"),
+        ("hsdp", "recompute"),
+        ("tp", "fsdp"),
+        ("tp", "selective"),
+        ("cp", "tp"),
+        ("pp", "tied"),
+        ("ulysses", "pp"),
+        ("fsdp", "tp", "pp", "recompute"),
+    ],
+    ids=" x ".join,
+)
 def test_layouts(pool, random_adapters, names):
     tree = combine(*names) | LORA
-    check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, run=train_adapters, double=True)
+    check_against_one_process(
+        pool, ranks(tree), tree, batch=packed_batch, run=train_adapters, double=True
+    )
 
 
-@pytest.mark.parametrize(("model", "names", "lora"), [
-    ("mixtral-8x7b-tiny", ("fsdp", "cp"), EXPERTS),
-    ("mixtral-8x7b-tiny", (), EXPERTS | {"parallel": {"dp_shard": 2, "ep": 2}}),
-    ("mixtral-8x7b-tiny", (), {"lora": EXPERTS["lora"] | {"rank": 65}, "parallel": {"dp_shard": 4, "ep": 2}}),  # wide
-    ("nemotron3-nano-30b-a3b-tiny", ("pp", "fsdp"), {"lora": {"rank": 8, "targets": ["1.mlp.experts.up_proj"]}}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "names", "lora"),
+    [
+        ("mixtral-8x7b-tiny", ("fsdp", "cp"), EXPERTS),
+        ("mixtral-8x7b-tiny", (), EXPERTS | {"parallel": {"dp_shard": 2, "ep": 2}}),
+        (
+            "mixtral-8x7b-tiny",
+            (),
+            {"lora": EXPERTS["lora"] | {"rank": 65}, "parallel": {"dp_shard": 4, "ep": 2}},
+        ),  # wide
+        (
+            "nemotron3-nano-30b-a3b-tiny",
+            ("pp", "fsdp"),
+            {"lora": {"rank": 8, "targets": ["1.mlp.experts.up_proj"]}},
+        ),
+    ],
+    ids=str,
+)
 def test_experts(pool, random_adapters, model, names, lora):
     """In the last case only one stage of the pipeline has anything to train."""
     tree = combine(*names) | lora | {"model": model}
-    check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, run=train_adapters, tolerance=1e-5)
+    check_against_one_process(
+        pool, ranks(tree), tree, batch=packed_batch, run=train_adapters, tolerance=1e-5
+    )
 
 
 def read_adapters(tree):
@@ -66,7 +94,9 @@ def read_adapters(tree):
     return {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}
 
 
-@pytest.mark.parametrize("parallel", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str
+)
 def test_each_rank_reads_its_part_of_the_file(pool, parallel, tmp_path):
     model = {"name": "mixtral-8x7b-tiny", "num_layers": 1}
     lora = Lora(rank=8, targets=EXPERTS["lora"]["targets"])
@@ -76,16 +106,23 @@ def test_each_rank_reads_its_part_of_the_file(pool, parallel, tmp_path):
     tree = {"task": "lora", "model": model, "parallel": parallel, "lora": {"path": str(tmp_path)}}
     tree["batch"] = {"global": 4, "micro": 1, "seq_len": 16}
     for found in pool.run(4, read_adapters, tree):
-        assert found.keys() == tensors.keys() and all(torch.equal(found[name], x) for name, x in tensors.items())
+        assert found.keys() == tensors.keys() and all(
+            torch.equal(found[name], x) for name, x in tensors.items()
+        )
 
 
 def train_in_bf16(tree):
     """A step's gradients, what types the parameters have, and how many reduce-scatters it took."""
-    names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
+    names = [
+        name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)
+    ]
     built = []
     with (
         mock.patch.object(dist, names[0], wraps=getattr(dist, names[0])) as reduce_scatter,
-        mock.patch("tests.helpers.oracle.build_model", lambda *args: built.append(build_model(*args)) or built[0]),
+        mock.patch(
+            "tests.helpers.oracle.build_model",
+            lambda *args: built.append(build_model(*args)) or built[0],
+        ),
     ):
         trace = train_adapters(tree, 1)
     types = {(p.dtype, p.requires_grad, p.grad is not None) for p in built[0].parameters()}
@@ -96,9 +133,14 @@ def test_frozen_weights_in_bf16_beside_adapters_in_fp32(pool):
     """In one FSDP unit. The frozen ones' gradients are not reduced, so that the outermost unit has nothing to do."""
     tree = combine() | LORA | {"precision": "bf16"}
     ((expected, types, reductions),) = pool.run(1, train_in_bf16, tree)
-    assert reductions == 0 and types == {(torch.bfloat16, False, False), (torch.float32, True, False)}
+    assert reductions == 0 and types == {
+        (torch.bfloat16, False, False),
+        (torch.float32, True, False),
+    }
     sharded = tree | {"parallel": {"dp_shard": 2}}
     (found, types, reductions), _ = pool.run(2, train_in_bf16, sharded)
-    assert reductions == 2 * (8 // 2 // 2)  # two blocks, once per micro-batch as their weights are freed
+    assert reductions == 2 * (
+        8 // 2 // 2
+    )  # two blocks, once per micro-batch as their weights are freed
     assert types == {(torch.bfloat16, False, False), (torch.float32, True, False)}
     check_close([found], expected, 2e-2, "gradients in bf16")

@@ -11,10 +11,20 @@ import pytest
 import torch
 
 from minitrain.run.config.load import from_dict
-from tests.helpers.oracle import check_against_one_process, initial_weights, packed_batch, plain_step
+from tests.helpers.oracle import (
+    check_against_one_process,
+    initial_weights,
+    packed_batch,
+    plain_step,
+)
 
 TREE = {
-    "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
+    "model": {
+        "name": "llama3-8b-tiny",
+        "vocab_size": 128,
+        "num_layers": 2,
+        "initializer_range": 0.05,
+    },
     "batch": {"global": 8, "micro": 2, "seq_len": 16},
     "optim": {"name": "sgd", "lr": 0.1, "clip": 1.0},
     "parallel": {"dp_shard": 1},
@@ -52,7 +62,9 @@ def combine(*names):
 
 
 def ranks(tree):
-    return prod(tree["parallel"].get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+    return prod(
+        tree["parallel"].get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+    )
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" x ".join)
@@ -67,11 +79,19 @@ def test_many(pool, names):
     check_against_one_process(pool, ranks(tree), tree, batch=packed_batch, double=True)
 
 
-@pytest.mark.parametrize(("model", "names"), [
-    ("gpt-oss-20b-tiny", ("cp", "fsdp")), ("gpt-oss-20b-tiny", ("ulysses", "pp")), ("deepseek-v3-tiny", ("cp", "pp")),
-    ("mixtral-8x7b-tiny", ("fsdp", "pp")), ("nemotron3-nano-30b-a3b-tiny", ("fsdp", "pp")),
-    ("nemotron3-super-120b-a12b-tiny", ("cp", "fsdp")), ("nemotron3-super-120b-a12b-tiny", ("ulysses", "tp")),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("gpt-oss-20b-tiny", ("cp", "fsdp")),
+        ("gpt-oss-20b-tiny", ("ulysses", "pp")),
+        ("deepseek-v3-tiny", ("cp", "pp")),
+        ("mixtral-8x7b-tiny", ("fsdp", "pp")),
+        ("nemotron3-nano-30b-a3b-tiny", ("fsdp", "pp")),
+        ("nemotron3-super-120b-a12b-tiny", ("cp", "fsdp")),
+        ("nemotron3-super-120b-a12b-tiny", ("ulysses", "tp")),
+    ],
+    ids=str,
+)
 def test_experts_and_hybrids(pool, model, names):
     """In fp32, since grouped products know no fp64: rounding alone is above 1e-6 where sums are split otherwise."""
     tree = combine(*names) | {"model": model}

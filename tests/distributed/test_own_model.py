@@ -27,8 +27,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.gather(x)
-        q, k, v = (linear(x).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-        return self.reduce(self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
+        q, k, v = (
+            linear(x).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        return self.reduce(
+            self.o(
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            )
+        )
 
 
 class MLP(nn.Module):
@@ -65,14 +72,20 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten(), reduction="sum")
+        return F.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1), labels.flatten(), reduction="sum"
+        )
 
 
 def parallelize(model: Transformer, meshes) -> None:
     split_embedding(model.embedding, meshes.tp)
     for block in model.blocks:
         split_block(
-            block, meshes.tp, column=("q", "k", "v", "up"), row=("o", "down"), parts=(block.attention, block.mlp)
+            block,
+            meshes.tp,
+            column=("q", "k", "v", "up"),
+            row=("o", "down"),
+            parts=(block.attention, block.mlp),
         )
     for module in (model.norm, model.head):  # they see a rank's own tokens
         split_parameters(module, meshes.tp, Replicate())

@@ -18,7 +18,14 @@ from minitrain.parallel.recompute import recompute
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
 from minitrain.training.loop import Trainer
-from tests.helpers.oracle import Count, check_against_one_process, collective, packed_batch, plain_model, train
+from tests.helpers.oracle import (
+    Count,
+    check_against_one_process,
+    collective,
+    packed_batch,
+    plain_model,
+    train,
+)
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 4, "initializer_range": 0.05}
 TREE = {
@@ -46,26 +53,43 @@ def train_compiled(*args):
         return packed_batch(config, step)
 
     tree, steps, _ = args
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+    with mock.patch(
+        "torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")
+    ):
         trace = train(tree, steps, batch)
     assert 0 < graphs[1] - graphs[0] <= 4, f"graphs compiled before each step: {graphs}"
-    assert counters["stats"]["unique_graphs"] == graphs[2], f"graphs compiled before each step: {graphs}"
+    assert counters["stats"]["unique_graphs"] == graphs[2], (
+        f"graphs compiled before each step: {graphs}"
+    )
     return trace
 
 
-@pytest.mark.parametrize(("parallel", "recompute"), [
-    ({}, "selective"), ({"tp": 2}, "full"), ({"tp": 2}, "selective"), ({"cp": 2}, "full"), ({"cp": 2}, "attention"),
-    ({"cp": 2, "context": "ulysses"}, "selective"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("parallel", "recompute"),
+    [
+        ({}, "selective"),
+        ({"tp": 2}, "full"),
+        ({"tp": 2}, "selective"),
+        ({"cp": 2}, "full"),
+        ({"cp": 2}, "attention"),
+        ({"cp": 2, "context": "ulysses"}, "selective"),
+    ],
+    ids=str,
+)
 def test_compiled(pool, parallel, recompute):
     tree = TREE | {"compile": True, "recompute": recompute, "parallel": parallel}
-    check_against_one_process(pool, 2, tree, steps=3, batch=packed_batch, run=train_compiled, double=True)
+    check_against_one_process(
+        pool, 2, tree, steps=3, batch=packed_batch, run=train_compiled, double=True
+    )
 
 
 def compile_in_all_ways(tree):
     """As GRPO does: training, a pass of the same model without gradients, and one of a frozen model."""
     torch.compiler.reset()
-    config, before = from_dict(tree | {"device": "cpu", "compile": True}), counters["stats"]["unique_graphs"]
+    config, before = (
+        from_dict(tree | {"device": "cpu", "compile": True}),
+        counters["stats"]["unique_graphs"],
+    )
     with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
         meshes = start(config)
         models = [Trainer(config, meshes).model for _ in range(2)]
@@ -80,7 +104,9 @@ def compile_in_all_ways(tree):
 
 def test_a_hybrids_kinds_of_layers_in_all_ways(pool):
     """Three times three graphs: the compiler's own limit is 8, and then it fails."""
-    assert pool.run(1, compile_in_all_ways, TREE | {"model": "nemotron3-nano-30b-a3b-tiny"}) == [9]
+    assert pool.run(1, compile_in_all_ways, TREE | {"model": "nemotron3-nano-30b-a3b-tiny"}) == [
+        9
+    ]
 
 
 @pytest.mark.parametrize("setting", ["full", "selective"])
@@ -103,19 +129,29 @@ def measured_activations(tree):
     torch.compiler.reset()
     config = from_dict(tree | {"device": "cpu"})
     data, _ = open_dataset(config)
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+    with mock.patch(
+        "torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")
+    ):
         return activation_bytes(Trainer(config, start(config)), data)
 
 
 def activations(pool, **settings):
-    (size,) = pool.run(1, measured_activations, TREE | {"batch": {"global": 2, "micro": 2, "seq_len": 64}} | settings)
+    (size,) = pool.run(
+        1,
+        measured_activations,
+        TREE | {"batch": {"global": 2, "micro": 2, "seq_len": 64}} | settings,
+    )
     return size
 
 
 def test_every_kth_block_is_counted_from_the_first():
     blocks = [torch.nn.Identity() for _ in range(7)]
     recompute(blocks, 3)
-    assert [type(block).__name__ == "Recomputing" for block in blocks] == [True, False, False] * 2 + [True]
+    assert [type(block).__name__ == "Recomputing" for block in blocks] == [
+        True,
+        False,
+        False,
+    ] * 2 + [True]
 
 
 def test_the_less_is_kept_the_less_memory(pool):
@@ -130,7 +166,9 @@ def test_the_less_is_kept_the_less_memory(pool):
 def test_what_is_kept_of_each_block(pool, setting, kept):
     """Twice the blocks, with the same work at hand: their inputs, [2, 64, 64] in fp32, are all that is added; with
     `attention` also its output, 16 channels for each of 8 heads, and the log of its sum."""
-    small, large = (activations(pool, recompute=setting, model=MODEL | {"num_layers": n}) for n in (4, 8))
+    small, large = (
+        activations(pool, recompute=setting, model=MODEL | {"num_layers": n}) for n in (4, 8)
+    )
     assert large - small == pytest.approx(4 * 2 * 64 * kept * 4, rel=0.05)
 
 
@@ -139,7 +177,9 @@ def choices_of_experts(tree):
     torch.compiler.reset()
     config = from_dict(tree | {"device": "cpu", "compile": True})
     data, _ = open_dataset(config)
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+    with mock.patch(
+        "torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")
+    ):
         trainer = Trainer(config, start(config))
         trainer.step(data, 0)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -150,9 +190,13 @@ def choices_of_experts(tree):
 
 def test_experts_are_chosen_once_where_their_outputs_are_kept(pool):
     """Of activations that are computed again, rounded otherwise, others could be chosen, and their rows misplaced."""
-    tree = {"model": {"name": "qwen3-30b-a3b-tiny", "num_layers": 2}, "batch": {"global": 2, "micro": 2, "seq_len": 16}}
+    tree = {
+        "model": {"name": "qwen3-30b-a3b-tiny", "num_layers": 2},
+        "batch": {"global": 2, "micro": 2, "seq_len": 16},
+    }
     none, selective, full = (
-        pool.run(1, choices_of_experts, tree | {"recompute": setting})[0] for setting in ("none", "selective", "full")
+        pool.run(1, choices_of_experts, tree | {"recompute": setting})[0]
+        for setting in ("none", "selective", "full")
     )
     assert none[:2] == selective[:2] == (2, 2)
     assert full[:2] == (4, 4)  # all again is consistent in itself
@@ -181,14 +225,18 @@ def count_collectives(tree):
     trainer = Trainer(config, start(config))
     with Count(collective) as counter:
         trainer.step(data, 0)
-    return [sum(n for name, n in counter.counts.items() if part in name) for part in ("reduce_scatter", "all_to_all")]
+    return [
+        sum(n for name, n in counter.counts.items() if part in name)
+        for part in ("reduce_scatter", "all_to_all")
+    ]
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2, "context": "ulysses"}], ids=str)
 def test_selective_does_not_send_again_what_it_keeps(pool, parallel):
     tree = TREE | {"parallel": parallel}
     none, selective, full = (
-        pool.run(2, count_collectives, tree | {"recompute": setting})[0] for setting in ("none", "selective", "full")
+        pool.run(2, count_collectives, tree | {"recompute": setting})[0]
+        for setting in ("none", "selective", "full")
     )
     assert none == selective
     assert sum(full) > sum(none)
@@ -207,7 +255,9 @@ def scaled_mm_of_torch(a, b, a_inverse, b_inverse, dtype, fast):
     return torch._scaled_mm(a, b, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
 
-def products(setting, name, compiling=False, fp8=False, as_on_gpus=False, by_onednn=False, **shape):
+def products(
+    setting, name, compiling=False, fp8=False, as_on_gpus=False, by_onednn=False, **shape
+):
     """Those of a forward and a backward pass.
 
     compiling: in the form that the compiler gets. as_on_gpus: FP8 by torch's operator, which the test puts there.
@@ -220,37 +270,60 @@ def products(setting, name, compiling=False, fp8=False, as_on_gpus=False, by_one
         onednn.to_onednn(model)
     recompute(model.blocks, setting)
     tokens = torch.arange(32).view(2, 16)
-    with mock.patch.object(torch.compiler, "is_compiling", lambda: compiling), Count(product) as seen:
+    with (
+        mock.patch.object(torch.compiler, "is_compiling", lambda: compiling),
+        Count(product) as seen,
+    ):
         model(tokens).square().sum().backward()
     return seen.counts
 
 
-@pytest.mark.parametrize(("kinds", "settings"), [
-    (["addmm"], {"name": "gpt3-175b-tiny"}),
-    (["mm", "bmm"], {"name": "nemotron3-nano-30b-a3b-tiny"}),
-    (["_grouped_mm"], {"name": "mixtral-8x7b-tiny"}),
-    (["grouped_mm"], {"name": "mixtral-8x7b-tiny", "compiling": True}),
-    (["_scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True, "as_on_gpus": True}),
-    (["scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True}),
-    (["scaled_mm"], {"name": "mixtral-8x7b-tiny", "fp8": True, "num_experts": 1, "num_experts_per_tok": 1}),
-    (["onednn_linear"], {"name": "llama3-8b-tiny", "by_onednn": True}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("kinds", "settings"),
+    [
+        (["addmm"], {"name": "gpt3-175b-tiny"}),
+        (["mm", "bmm"], {"name": "nemotron3-nano-30b-a3b-tiny"}),
+        (["_grouped_mm"], {"name": "mixtral-8x7b-tiny"}),
+        (["grouped_mm"], {"name": "mixtral-8x7b-tiny", "compiling": True}),
+        (["_scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True, "as_on_gpus": True}),
+        (["scaled_mm"], {"name": "qwen2.5-7b-tiny", "fp8": True}),
+        (
+            ["scaled_mm"],
+            {
+                "name": "mixtral-8x7b-tiny",
+                "fp8": True,
+                "num_experts": 1,
+                "num_experts_per_tok": 1,
+            },
+        ),
+        (["onednn_linear"], {"name": "llama3-8b-tiny", "by_onednn": True}),
+    ],
+    ids=str,
+)
 def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
     monkeypatch.setattr(onednn, "FASTER", settings.get("by_onednn", False))
     monkeypatch.setattr(onednn, "MIN_FLOPS", 1)
     if settings.get("as_on_gpus"):
         monkeypatch.setattr(fp8_models, "choose_scaled_mm", lambda *_: scaled_mm_of_torch)
-    none, selective, full = (products(setting, **settings) for setting in ("none", "selective", "full"))
+    none, selective, full = (
+        products(setting, **settings) for setting in ("none", "selective", "full")
+    )
     assert selective == none and set(kinds) <= (full - none).keys()
 
 
-@pytest.mark.parametrize("setting, line", [
-    (1, "recompute=1 must be none, full, attention, selective or a whole number of at least 2"),
-    (1.5, "recompute=1.5 is not one of none, full, attention, selective"),
-    (0.5, "recompute=0.5 is not one of none, full, attention, selective"),
-    ("sum", "recompute='sum' is not one of none, full, attention, selective"),
-    (True, "recompute=True is not one of none, full, attention, selective"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "setting, line",
+    [
+        (
+            1,
+            "recompute=1 must be none, full, attention, selective or a whole number of at least 2",
+        ),
+        (1.5, "recompute=1.5 is not one of none, full, attention, selective"),
+        (0.5, "recompute=0.5 is not one of none, full, attention, selective"),
+        ("sum", "recompute='sum' is not one of none, full, attention, selective"),
+        (True, "recompute=True is not one of none, full, attention, selective"),
+    ],
+)
 def test_refusals(setting, line):
     with pytest.raises(InputError, match=line):
         from_dict({"recompute": setting})

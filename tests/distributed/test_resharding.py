@@ -46,7 +46,9 @@ def train(tree, folder, until, asynchronous=False):
     losses = {}
     for step in range(first, until):
         rows = micro_batches(ragged_batch(config, step), config, meshes.batch)
-        losses[step] = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu")).item()
+        losses[step] = forward_backward(
+            model, LanguageModeling(), rows, meshes, torch.device("cpu")
+        ).item()
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in (until - 1, until):
@@ -58,7 +60,9 @@ def train(tree, folder, until, asynchronous=False):
 def full_state(model, optimizer):
     state = snapshot(model.state_dict().items())
     for name, parameter in model.named_parameters():
-        state |= snapshot((f"{name}/{key}", value) for key, value in optimizer.state[parameter].items())
+        state |= snapshot(
+            (f"{name}/{key}", value) for key, value in optimizer.state[parameter].items()
+        )
     return state
 
 
@@ -73,22 +77,36 @@ def assert_equal(left, right):
     assert not [name for name in left if not torch.equal(left[name], right[name])]
 
 
-@pytest.mark.parametrize(("world_size", "tree", "asynchronous"), [
-    (1, TREE, False), (2, TREE, True), (4, HSDP, True), (2, TREE | {"precision": "bf16-pure"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world_size", "tree", "asynchronous"),
+    [
+        (1, TREE, False),
+        (2, TREE, True),
+        (4, HSDP, True),
+        (2, TREE | {"precision": "bf16-pure"}, False),
+    ],
+)
 def test_resumed_runs_equal_an_unbroken_one(pool, tmp_path, world_size, tree, asynchronous):
     unbroken, state = pool.run(world_size, train, tree, tmp_path / "unbroken", 6)[0]
     broken = []
     for until in (3, 5, 6):
-        losses, resumed = pool.run(world_size, train, tree, tmp_path / "broken", until, asynchronous)[0]
+        losses, resumed = pool.run(
+            world_size, train, tree, tmp_path / "broken", until, asynchronous
+        )[0]
         broken += losses.items()
     assert broken == list(unbroken.items()) and len(unbroken) == 6
     assert_equal(resumed, state)
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ((2, TREE), (4, TREE)), ((4, TREE), (1, TREE)), ((1, TREE), (4, HSDP)), ((4, HSDP), (2, TREE)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, TREE), (4, TREE)),
+        ((4, TREE), (1, TREE)),
+        ((1, TREE), (4, HSDP)),
+        ((4, HSDP), (2, TREE)),
+    ],
+)
 def test_a_checkpoint_loads_into_another_layout(pool, tmp_path, before, after):
     _, saved = pool.run(before[0], train, before[1], tmp_path, 2)[0]
     for loaded in pool.run(after[0], load, after[1], tmp_path):
@@ -113,7 +131,11 @@ def check_folder(folder, own_disks):
 def test_ranks_that_do_not_share_the_folder_are_refused(pool, tmp_path):
     assert pool.run(2, check_folder, tmp_path, False) == [None, None]
     first, second = pool.run(2, check_folder, tmp_path, True)
-    assert first == second and first.startswith(f"{tmp_path / '1'} on ") and "(use an out_dir that all nodes" in first
+    assert (
+        first == second
+        and first.startswith(f"{tmp_path / '1'} on ")
+        and "(use an out_dir that all nodes" in first
+    )
     assert not list(tmp_path.rglob("step-*"))
 
 
@@ -134,7 +156,9 @@ def test_a_base_is_the_same_in_every_layout(pool, tmp_path):
     first, *others = {"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_replicate": 2}
     assert pool.run(2, same_base, TREE | {"parallel": first}, tmp_path) == [None, None]
     for parallel in others:
-        assert pool.run(2, same_base, TREE | {"parallel": parallel}, tmp_path) == [{"step": 1}] * 2
+        assert (
+            pool.run(2, same_base, TREE | {"parallel": parallel}, tmp_path) == [{"step": 1}] * 2
+        )
     assert pool.run(1, same_base, TREE, tmp_path) == [{"step": 1}]
     assert pool.run(2, same_base, TREE | {"seed": 1}, tmp_path) == [False, False]
 
@@ -147,7 +171,9 @@ def same_base_in_pieces(tree, folder):
         sizes.append(tensor.nbytes)
         return original(tensor)
 
-    with mock.patch.multiple(checkpoint_state, cut_slices=partial(cut_slices, most=1024), bit_sum=bit_sum):
+    with mock.patch.multiple(
+        checkpoint_state, cut_slices=partial(cut_slices, most=1024), bit_sum=bit_sum
+    ):
         same_base(tree, folder)
     return same_base(tree, folder), max(sizes)
 
@@ -183,7 +209,11 @@ def fail_on_the_last_rank(tree, folder):
     checkpointer.save(1, model, optimizer, {"step": 1})
     last = dist.get_rank() == dist.get_world_size() - 1
     full = OSError(28, "No space left on device")
-    disk = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=full) if last else nullcontext()
+    disk = (
+        mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=full)
+        if last
+        else nullcontext()
+    )
     with disk, pytest.raises(OSError, match="No space left on device"):
         checkpointer.save(2, model, optimizer, {"step": 2})
     return checkpointer.load(model, optimizer)

@@ -16,24 +16,40 @@ from minitrain.training.loop import Trainer
 BATCH = {"global": 8, "micro": 2, "seq_len": 256}
 TREES = {
     "dense": {
-        "model": "llama3-8b-tiny", "batch": BATCH, "parallel": {"dp_shard": 2, "tp": 2}, "recompute": "full",
+        "model": "llama3-8b-tiny",
+        "batch": BATCH,
+        "parallel": {"dp_shard": 2, "tp": 2},
+        "recompute": "full",
         "optim": {"ema": 0.9},
     },
     "experts": {
-        "model": {"name": "qwen3-30b-a3b-tiny", "fake_balanced_gate": True}, "batch": BATCH, "precision": "bf16",
-        "parallel": {"dp_shard": 4, "ep": 2}, "optim": {"name": "muon"},
+        "model": {"name": "qwen3-30b-a3b-tiny", "fake_balanced_gate": True},
+        "batch": BATCH,
+        "precision": "bf16",
+        "parallel": {"dp_shard": 4, "ep": 2},
+        "optim": {"name": "muon"},
     },
     "pipeline": {
-        "model": "llama3-8b-tiny", "batch": BATCH,
+        "model": "llama3-8b-tiny",
+        "batch": BATCH,
         # gloo does not say that a send is done before one waits for it, so what was sent stays to the step's end: 5.0 %
         # of the last rank's peak with the default split, [2, 1, 1, 2]. Here that peak lies elsewhere.
-        "parallel": {"dp_shard": 2, "pp": 2, "vp": 2, "schedule": "Interleaved1F1B", "layers_per_stage": [2, 2, 1, 1]},
+        "parallel": {
+            "dp_shard": 2,
+            "pp": 2,
+            "vp": 2,
+            "schedule": "Interleaved1F1B",
+            "layers_per_stage": [2, 2, 1, 1],
+        },
     },
     "wan": {
-        "model": "wan2.1-1.3b-tiny", "task": "diffusion", "data": {"size": [4, 16, 16], "text_tokens": 32},
-        "batch": {"global": 8, "micro": 1, "seq_len": 256}, "parallel": {"dp_shard": 2, "cp": 2, "context": "ulysses"},
+        "model": "wan2.1-1.3b-tiny",
+        "task": "diffusion",
+        "data": {"size": [4, 16, 16], "text_tokens": 32},
+        "batch": {"global": 8, "micro": 1, "seq_len": 256},
+        "parallel": {"dp_shard": 2, "cp": 2, "context": "ulysses"},
     },
-}  # fmt: skip
+}
 
 
 def real_step(tree):
@@ -59,7 +75,11 @@ def kernels(trace) -> Counter:
 
 @pytest.fixture(scope="module")
 def simulated():
-    jobs = {(name, rank): (configs.from_dict(tree), 4, rank, None) for name, tree in TREES.items() for rank in (0, 3)}
+    jobs = {
+        (name, rank): (configs.from_dict(tree), 4, rank, None)
+        for name, tree in TREES.items()
+        for rank in (0, 3)
+    }
     return trace_all(jobs)
 
 
@@ -87,9 +107,14 @@ def test_all_dimensions_of_a_group_are_known():
                 assert dimension in groups[mesh.get_group(dimension).group_name][0]
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("attention", 1), ("selective", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("recompute", "times"), [("none", 1), ("attention", 1), ("selective", 1), ("full", 2)]
+)
 def test_attention_that_is_kept_runs_once(recompute, times):
-    tree = {"model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 1, "micro": 1, "seq_len": 64}}
+    tree = {
+        "model": {"name": "llama3-8b-tiny", "num_layers": 2},
+        "batch": {"global": 1, "micro": 1, "seq_len": 64},
+    }
     trace = trace_step(configs.from_dict(tree | {"recompute": recompute, "device": "cpu"}), 1)
     assert sum(event.name == "attention" for event in trace.events) == 2 * times
 
@@ -98,10 +123,21 @@ def test_attention_that_is_kept_runs_once(recompute, times):
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_compiled_recomputation_draws_dropout_again(recompute, position):
     """By higher-order operators, which hide the one that draws."""
-    tree = {"model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 1, "micro": 1, "seq_len": 64}}
-    tree |= {"lora": {"dropout": 0.1, "dropout_position": position}, "recompute": recompute, "device": "cpu"}
-    compiled, without = (trace_step(configs.from_dict(tree | {"compile": True, "lora": lora}), 1)
-                         for lora in (tree["lora"], {}))  # fmt: skip
+    tree = {
+        "model": {"name": "llama3-8b-tiny", "num_layers": 2},
+        "batch": {"global": 1, "micro": 1, "seq_len": 64},
+    }
+    tree |= {
+        "lora": {"dropout": 0.1, "dropout_position": position},
+        "recompute": recompute,
+        "device": "cpu",
+    }
+    compiled, without = (
+        trace_step(configs.from_dict(tree | {"compile": True, "lora": lora}), 1)
+        for lora in (tree["lora"], {})
+    )
     assert compiled.flops() == without.flops() > 0
-    draws = [event for event in compiled.events if "dropout" in event.name or "rand" in event.name]
+    draws = [
+        event for event in compiled.events if "dropout" in event.name or "rand" in event.name
+    ]
     assert len(draws) >= 2 * 7 and all(event.writes for event in draws)

@@ -63,7 +63,9 @@ def with_model(tree=TREE, **fields):
     return tree | {"model": MODEL | fields}
 
 
-@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in FAMILIES), (FAMILIES[0], True)])
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, False) for name in FAMILIES), (FAMILIES[0], True)]
+)
 def test_families(pool, name, tied):
     check_against_one_process(pool, 2, with_model(name=name, tie_word_embeddings=tied))
 
@@ -79,10 +81,17 @@ def test_experts_and_hybrids(pool, model):
     oracle.check_against_one_process(pool, 2, tree, batch=packed_batch, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(("model", "parallel"), [
-    (EXPERTS[1], {"tp": 2, "dp_shard": 2}), (EXPERTS[0], {"tp": 2, "pp": 2}), (EXPERTS[0], {"tp": 2, "cp": 2}),
-    (HYBRID, {"tp": 2, "dp_shard": 2}), (HYBRID, {"tp": 2, "pp": 2}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (EXPERTS[1], {"tp": 2, "dp_shard": 2}),
+        (EXPERTS[0], {"tp": 2, "pp": 2}),
+        (EXPERTS[0], {"tp": 2, "cp": 2}),
+        (HYBRID, {"tp": 2, "dp_shard": 2}),
+        (HYBRID, {"tp": 2, "pp": 2}),
+    ],
+    ids=str,
+)
 def test_layouts_of_experts_and_hybrids(pool, model, parallel):
     tree = with_model(**model) | {"parallel": parallel, "recompute": "full"}
     oracle.check_against_one_process(pool, 4, tree, batch=packed_batch, tolerance=1e-5)
@@ -91,31 +100,49 @@ def test_layouts_of_experts_and_hybrids(pool, model, parallel):
 @pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS, ids=str)
 def test_layouts(pool, world_size, parallel):
     tree = with_model(name="qwen3-32b-tiny", num_key_value_heads=4)
-    check_against_one_process(pool, world_size, tree | {"parallel": parallel, "batch": TREE["batch"] | {"micro": 1}})
+    check_against_one_process(
+        pool, world_size, tree | {"parallel": parallel, "batch": TREE["batch"] | {"micro": 1}}
+    )
 
 
-@pytest.mark.parametrize(("kv_heads", "model", "extra"), [
-    (1, {"name": "qwen2.5-7b-tiny"}, {}),
-    (2, {"name": "qwen3-32b-tiny"}, {"recompute": "full"}),
-    (1, {"name": "gpt-oss-20b-tiny"}, {"parallel": {"tp": 2, "dp_shard": 2}}),
-    (2, {"name": "llama3-8b-tiny"}, {"lora": {"rank": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("kv_heads", "model", "extra"),
+    [
+        (1, {"name": "qwen2.5-7b-tiny"}, {}),
+        (2, {"name": "qwen3-32b-tiny"}, {"recompute": "full"}),
+        (1, {"name": "gpt-oss-20b-tiny"}, {"parallel": {"tp": 2, "dp_shard": 2}}),
+        (
+            2,
+            {"name": "llama3-8b-tiny"},
+            {"lora": {"rank": 4, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}},
+        ),
+    ],
+    ids=str,
+)
 def test_more_ranks_than_key_value_heads(pool, kv_heads, model, extra):
     """Biases, norms, sinks, and adapters."""
     tree = with_model(**model, num_key_value_heads=kv_heads) | {"parallel": {"tp": 4}} | extra
     experts = "gpt-oss" in model["name"]
-    check = partial(oracle.check_against_one_process, tolerance=1e-5) if experts else check_against_one_process
+    check = (
+        partial(oracle.check_against_one_process, tolerance=1e-5)
+        if experts
+        else check_against_one_process
+    )
     check(pool, 4, tree, batch=packed_batch)
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2, "dp_shard": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2, "dp_shard": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}], ids=str
+)
 def test_layouts_with_more_ranks_than_key_value_heads(pool, parallel):
     tree = with_model(name="qwen2.5-7b-tiny", num_key_value_heads=1) | {"parallel": parallel}
     check_against_one_process(pool, 4, tree)
 
 
 def test_parts_that_fsdp_splits_unevenly(pool):
-    check_against_one_process(pool, 4, with_model(vocab_size=126, intermediate_size=50, tie_word_embeddings=True))
+    check_against_one_process(
+        pool, 4, with_model(vocab_size=126, intermediate_size=50, tie_word_embeddings=True)
+    )
 
 
 @pytest.mark.parametrize("micro", [1, 4])
@@ -142,9 +169,13 @@ def test_recompute(pool, recompute, compiled):
     check_against_one_process(pool, 2, tree, run=train_compiled if compiled else train)
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(2, name) for name in FAMILIES[1:]] + [(4, FAMILIES[0])])
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(2, name) for name in FAMILIES[1:]] + [(4, FAMILIES[0])]
+)
 def test_compiled_blocks(pool, world_size, name):
-    check_against_one_process(pool, world_size, with_model(name=name) | {"compile": True}, run=train_compiled)
+    check_against_one_process(
+        pool, world_size, with_model(name=name) | {"compile": True}, run=train_compiled
+    )
 
 
 def train_compiled(*args):
@@ -278,7 +309,13 @@ def gradient_of_partial_sums(frees):
     model = torch.nn.Sequential(Scale(4))
     split_parameters(model[0], mesh["tp"], Replicate())
     model[0].register_forward_pre_hook(use_local_tensors)
-    shard(model, [model[0]], mesh["dp_replicate", "dp_shard"], torch.bfloat16, reshard_after_forward=frees)
+    shard(
+        model,
+        [model[0]],
+        mesh["dp_replicate", "dp_shard"],
+        torch.bfloat16,
+        reshard_after_forward=frees,
+    )
     x = torch.full((4,), 3 / 1024, dtype=torch.bfloat16)
     x[mesh["tp"].get_local_rank()] = 1
     for last in (False, True):
@@ -291,7 +328,9 @@ def gradient_of_partial_sums(frees):
 def test_partial_sums_are_not_added_up_in_bf16(pool, frees):
     """There 1 + 3 / 1024 is 1, however often, whereas their sum is far more than that, once rounded or not."""
     for gradient in pool.run(4, gradient_of_partial_sums, frees):
-        torch.testing.assert_close(gradient, torch.full((4,), 2 * (1 + 9 / 1024)), rtol=2**-9, atol=0)
+        torch.testing.assert_close(
+            gradient, torch.full((4,), 2 * (1 + 9 / 1024)), rtol=2**-9, atol=0
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
@@ -299,20 +338,36 @@ def test_partial_sums_are_not_added_up_in_bf16(pool, frees):
 
 @pytest.mark.parametrize("other", [(2, {}), (4, {"tp": 2})], ids=str)
 def test_a_checkpoint_resumes_in_another_layout(pool, tmp_path, other):
-    tree = with_model(name="qwen3-32b-tiny") | {"optim": {"name": "adamw", "lr": 0.01}, "device": "cpu"}
+    tree = with_model(name="qwen3-32b-tiny") | {
+        "optim": {"name": "adamw", "lr": 0.01},
+        "device": "cpu",
+    }
     tree["batch"] = TREE["batch"] | {"micro": 1}
     unbroken, _ = pool.run(2, train_from, tree, tmp_path / "unbroken", 3)[0]
-    for folder, (before, after) in {"there": ((2, {"tp": 2}), other), "back": (other, (2, {"tp": 2}))}.items():
+    for folder, (before, after) in {
+        "there": ((2, {"tp": 2}), other),
+        "back": (other, (2, {"tp": 2})),
+    }.items():
         for (world_size, parallel), steps in ((before, [0, 1]), (after, [2])):
-            run = pool.run(world_size, train_from, tree | {"parallel": parallel}, tmp_path / folder, steps[-1] + 1)
+            run = pool.run(
+                world_size,
+                train_from,
+                tree | {"parallel": parallel},
+                tmp_path / folder,
+                steps[-1] + 1,
+            )
             assert run[0][0] == {step: pytest.approx(unbroken[step], rel=1e-6) for step in steps}
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "gpt-oss-20b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny"])
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, "gpt-oss-20b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny"]
+)
 def test_pretrained_weights_are_cut_right(pool, tmp_path, name):
     torch.manual_seed(0)
     layers = 4 if "nemotron3" in name else 2
-    model = Decoder(configs.from_dict(with_model(name=name, vocab_size=126, num_layers=layers)).model.config)
+    model = Decoder(
+        configs.from_dict(with_model(name=name, vocab_size=126, num_layers=layers)).model.config
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     save_pretrained(model, tmp_path)
@@ -323,18 +378,53 @@ def test_pretrained_weights_are_cut_right(pool, tmp_path, name):
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"parallel": {"tp": 8}}, "parallel.tp=8 does not divide vocab_size=124 (use 1, 2 or 4)"),
-    ({"parallel": {"tp": 6}}, "parallel.tp=6 does not divide num_key_value_heads=4 (use 1, 2 or 4)"),
-    ({"parallel": {"tp": 3}}, "parallel.tp=3 does not divide num_key_value_heads=4 (use 1, 2 or 4)"),
-    ({"parallel": {"tp": 4}, "model": MODEL | {"vocab_size": 126}}, "tp=4 does not divide vocab_size=126 (use 1 or 2)"),
-    ({"model": MODEL | {"intermediate_size": 51}}, "parallel.tp=2 does not divide intermediate_size=51 (use 1)"),
-    ({"batch": TREE["batch"] | {"seq_len": 18}, "parallel": {"tp": 4}}, "tp=4 does not divide batch.seq_len=18 "),
-    ({"model": "mixtral-8x7b-tiny", "parallel": {"tp": 4}}, "does not divide moe_intermediate_size / 8=6 (use 1 or"),
-    ({"model": "nemotron3-nano-30b-a3b-tiny", "parallel": {"tp": 8}}, "tp=8 does not divide mamba_n_groups=4"),
-    ({"model": {"name": "nemotron3-nano-30b-a3b-tiny", "mamba_n_groups": 1}}, "tp=2 does not divide mamba_n_groups=1"),
-    ({"model": {"name": "nemotron3-nano-30b-a3b-tiny", "shared_expert_intermediate_size": 51}}, "divide shared_expert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parallel": {"tp": 8}}, "parallel.tp=8 does not divide vocab_size=124 (use 1, 2 or 4)"),
+        (
+            {"parallel": {"tp": 6}},
+            "parallel.tp=6 does not divide num_key_value_heads=4 (use 1, 2 or 4)",
+        ),
+        (
+            {"parallel": {"tp": 3}},
+            "parallel.tp=3 does not divide num_key_value_heads=4 (use 1, 2 or 4)",
+        ),
+        (
+            {"parallel": {"tp": 4}, "model": MODEL | {"vocab_size": 126}},
+            "tp=4 does not divide vocab_size=126 (use 1 or 2)",
+        ),
+        (
+            {"model": MODEL | {"intermediate_size": 51}},
+            "parallel.tp=2 does not divide intermediate_size=51 (use 1)",
+        ),
+        (
+            {"batch": TREE["batch"] | {"seq_len": 18}, "parallel": {"tp": 4}},
+            "tp=4 does not divide batch.seq_len=18 ",
+        ),
+        (
+            {"model": "mixtral-8x7b-tiny", "parallel": {"tp": 4}},
+            "does not divide moe_intermediate_size / 8=6 (use 1 or",
+        ),
+        (
+            {"model": "nemotron3-nano-30b-a3b-tiny", "parallel": {"tp": 8}},
+            "tp=8 does not divide mamba_n_groups=4",
+        ),
+        (
+            {"model": {"name": "nemotron3-nano-30b-a3b-tiny", "mamba_n_groups": 1}},
+            "tp=2 does not divide mamba_n_groups=1",
+        ),
+        (
+            {
+                "model": {
+                    "name": "nemotron3-nano-30b-a3b-tiny",
+                    "shared_expert_intermediate_size": 51,
+                }
+            },
+            "divide shared_expert",
+        ),
+    ],
+)
 def test_refusals(change, message):
     with pytest.raises(InputError) as refused:
         configs.from_dict(TREE | change)

@@ -23,9 +23,15 @@ from minitrain.parallel.shards import full_tensor
 from minitrain.parallel.tensor_wan import RMSNormOverHeads, tensor_parallel_wan
 
 CONFIG = WanConfig(
-    num_attention_heads=4, attention_head_dim=12, ffn_dim=48, num_layers=3, in_channels=4, out_channels=4, text_dim=24,
+    num_attention_heads=4,
+    attention_head_dim=12,
+    ffn_dim=48,
+    num_layers=3,
+    in_channels=4,
+    out_channels=4,
+    text_dim=24,
     freq_dim=32,
-)  # fmt: skip
+)
 
 
 def make_model(config: WanConfig = CONFIG) -> Wan:
@@ -40,10 +46,16 @@ def make_model(config: WanConfig = CONFIG) -> Wan:
     return model
 
 
-def inputs(batch: int = 2, grid: tuple[int, int, int] = (3, 4, 4)) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    batch: int = 2, grid: tuple[int, int, int] = (3, 4, 4)
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(batch, CONFIG.in_channels, *grid, generator=generator)
-    return latents, torch.linspace(998.39, 20.5, batch), torch.randn(batch, 7, CONFIG.text_dim, generator=generator)
+    return (
+        latents,
+        torch.linspace(998.39, 20.5, batch),
+        torch.randn(batch, 7, CONFIG.text_dim, generator=generator),
+    )
 
 
 def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -55,7 +67,9 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
         assert gradient.norm() > 0, name
         modules.setdefault(name.removesuffix(".weight").removesuffix(".bias"), []).append(name)
     for module, names in modules.items():
-        one, other = (torch.cat([side[name].flatten() for name in names]) for side in (found, expected))
+        one, other = (
+            torch.cat([side[name].flatten() for name in names]) for side in (found, expected)
+        )
         assert relative(one, other) < 1e-5, module
 
 
@@ -107,7 +121,9 @@ def check_fp32_islands(model: Wan) -> None:
     assert rotary[0].dtype == rotary[1].dtype == out.dtype == torch.float32
     torch.testing.assert_close(rotary, exact_rotary, atol=0, rtol=0)
     assert len(tables) == 2 * (CONFIG.num_layers + 1)
-    torch.testing.assert_close(tables[: len(tables) // 2], tables[len(tables) // 2 :], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        tables[: len(tables) // 2], tables[len(tables) // 2 :], atol=1e-5, rtol=1e-5
+    )
     assert relative(out, exact) < 0.03
 
 
@@ -124,13 +140,22 @@ def check_rounded_once(found: Tensor, exact: Tensor) -> None:
 
 
 def test_modulations_rotations_and_norms_over_heads_are_rounded_once():
-    x, (shift, scale) = torch.randn(2, 50, CONFIG.dim).bfloat16(), torch.randn(2, 2, 1, CONFIG.dim)
+    x, (shift, scale) = (
+        torch.randn(2, 50, CONFIG.dim).bfloat16(),
+        torch.randn(2, 2, 1, CONFIG.dim),
+    )
     exact = F.layer_norm(x.double(), [CONFIG.dim], eps=CONFIG.eps) * (1 + scale.double()) + shift
     check_rounded_once(wan.modulate(x, shift, scale, CONFIG.eps), exact)
     cos, sin = wan.rotary_tables_3d((2, 5, 5), 12, "cpu")
     heads = x.view(2, 50, -1, 12)
-    check_rounded_once(wan.rotate_pairs(heads, cos, sin), wan.rotate_pairs(heads.double(), cos.double(), sin.double()))
-    norm, of_one_rank = RMSNormOverHeads(CONFIG.dim, CONFIG.eps).bfloat16(), mock.Mock(apply=lambda x, name: x)
+    check_rounded_once(
+        wan.rotate_pairs(heads, cos, sin),
+        wan.rotate_pairs(heads.double(), cos.double(), sin.double()),
+    )
+    norm, of_one_rank = (
+        RMSNormOverHeads(CONFIG.dim, CONFIG.eps).bfloat16(),
+        mock.Mock(apply=lambda x, name: x),
+    )
     norm.group_name = ""
     with mock.patch("minitrain.parallel.tensor_wan.AllReduce", of_one_rank):
         check_rounded_once(norm(x), F.rms_norm(x.double(), [CONFIG.dim], eps=CONFIG.eps))
@@ -138,8 +163,14 @@ def test_modulations_rotations_and_norms_over_heads_are_rounded_once():
 
 @pytest.mark.parametrize("part, gate", [("SelfAttention", 2), ("FeedForward", 5)])
 def test_gated_sums_are_rounded_once(part, gate):
-    block, (x, out) = make_model().bfloat16().blocks[0], torch.randn(2, 2, 50, CONFIG.dim).bfloat16()
-    modulation, patch = torch.randn(2, 6, CONFIG.dim), partial(mock.patch.object, attribute="forward")
+    block, (x, out) = (
+        make_model().bfloat16().blocks[0],
+        torch.randn(2, 2, 50, CONFIG.dim).bfloat16(),
+    )
+    modulation, patch = (
+        torch.randn(2, 6, CONFIG.dim),
+        partial(mock.patch.object, attribute="forward"),
+    )
     with ExitStack() as stack:
         for name in ("SelfAttention", "CrossAttention", "FeedForward"):
             value = out if name == part else torch.zeros_like(x)
@@ -175,7 +206,9 @@ def sharded_gradients() -> dict[str, Tensor]:
     shard(model, model.blocks, parameter_mesh(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # FSDP warns of outputs whose hooks could be lost
-        return gradients(model, *(value[torch.distributed.get_rank()][None] for value in inputs()))
+        return gradients(
+            model, *(value[torch.distributed.get_rank()][None] for value in inputs())
+        )
 
 
 def test_tokens_that_ranks_do_not_divide(pool):
@@ -188,7 +221,9 @@ def check_indivisible() -> None:
         model, mesh = make_model(), init_device_mesh("cpu", (2,))
         split(model, mesh)
         model(*inputs(grid=(3, 4, 4)))
-        with pytest.raises(InputError, match="a sequence of 15 tokens does not divide by 2 ranks"):
+        with pytest.raises(
+            InputError, match="a sequence of 15 tokens does not divide by 2 ranks"
+        ):
             model(*inputs(grid=(3, 2, 10)))
 
 

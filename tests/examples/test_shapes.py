@@ -30,7 +30,10 @@ def test_clips_show_their_words():
         video = render(clip)
         assert video.shape == (4, 16, 16, 3) and video.min() == 0 and video.max() <= 1
         colour = np.array(COLOURS[clip.words[0]])
-        assert np.allclose(video / colour, (video / colour)[..., :1], atol=1e-5) and video.max() > 0.5
+        assert (
+            np.allclose(video / colour, (video / colour)[..., :1], atol=1e-5)
+            and video.max() > 0.5
+        )
         mass = video.sum(-1)
         assert np.allclose(mass.sum((1, 2)), mass[0].sum(), rtol=0.15)
         pixels = np.arange(16) + 0.5
@@ -42,7 +45,11 @@ def test_clips_show_their_words():
 
 def test_shapes_differ_where_they_should():
     """A square is filled; a ring is empty in the middle, a cross between its arms."""
-    for shape, middle, diagonal in (("square", True, True), ("ring", False, True), ("cross", True, False)):
+    for shape, middle, diagonal in (
+        ("square", True, True),
+        ("ring", False, True),
+        ("cross", True, False),
+    ):
         frame = render(Clip(("red", shape, "left"), 8.5, 8.5))[0, :, :, 0]
         assert (frame[8, 8] > 0.5) == middle
         assert (frame[10, 10] > 0.5) == diagonal
@@ -52,8 +59,12 @@ def test_latents_have_unit_variance_and_decode_to_the_clips(world):
     assert world.latents.shape == (432, 8, 4, 4, 4)
     deviations = world.latents.transpose(0, 1).flatten(1).std(1)
     torch.testing.assert_close(deviations, torch.ones(8), atol=1e-3, rtol=0)
-    patches = torch.nn.functional.unfold(world.videos.flatten(0, 1).permute(0, 3, 1, 2), 4, stride=4)
-    values = torch.linalg.svdvals((patches - patches.mean((0, 2), keepdim=True)).transpose(1, 2).flatten(0, 1))
+    patches = torch.nn.functional.unfold(
+        world.videos.flatten(0, 1).permute(0, 3, 1, 2), 4, stride=4
+    )
+    values = torch.linalg.svdvals(
+        (patches - patches.mean((0, 2), keepdim=True)).transpose(1, 2).flatten(0, 1)
+    )
     left_out = values[8:].square().sum() / world.videos.numel()
     error = (world.decode(world.latents) - world.videos).square().mean()
     assert 0.5 * left_out < error <= left_out  # clipping to 0 to 1 brings some of it back
@@ -61,7 +72,11 @@ def test_latents_have_unit_variance_and_decode_to_the_clips(world):
 
 def test_every_clip_is_judged_by_its_own_words(world):
     prompts = [clip.words for clip in world.clips]
-    assert world.judge(world.decode(world.latents), prompts) == {"colour": 1, "shape": 1, "direction": 1}
+    assert world.judge(world.decode(world.latents), prompts) == {
+        "colour": 1,
+        "shape": 1,
+        "direction": 1,
+    }
     wrong = [(colour, shape, "left") for colour, shape, _ in prompts]
     assert world.judge(world.videos, wrong) == {"colour": 1, "shape": 1, "direction": 0.25}
 
@@ -98,6 +113,8 @@ def test_sheet_is_a_grid_and_an_animation_that_others_read(world, tmp_path):
             wanted = (world.videos[video, frame] * 255).byte().numpy()
             left = wide * column + 51 * frame
             assert np.array_equal(picture[high * row :, left:][:48:3, :48:3], wanted)
-            assert np.array_equal(frames[frame][tall * row :, broad * column :][:64:4, :64:4], wanted)
+            assert np.array_equal(
+                frames[frame][tall * row :, broad * column :][:64:4, :64:4], wanted
+            )
     # a caption stands below each
     assert picture[high - 13 : high, :wide].any() and not picture[9 * high :, 3 * wide :].any()

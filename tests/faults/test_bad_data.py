@@ -21,7 +21,11 @@ from minitrain.run.config.load import from_dict
 from minitrain.training.packing import rows
 
 GOOD = {
-    "pretrain": [{"text": "a document"}, {"text": "another document"}, {"text": "a third one, which is longer"}],
+    "pretrain": [
+        {"text": "a document"},
+        {"text": "another document"},
+        {"text": "a third one, which is longer"},
+    ],
     "sft": [{"prompt": f"question {n}", "response": f"answer {n}"} for n in range(3)],
     "grpo": [{"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(3)],
 }
@@ -29,12 +33,21 @@ GOOD = {
 
 def config_of(task: str, folder, on_error: str = "error", **data):
     model = {"name": "wan2.1-14b-tiny" if task == "diffusion" else "llama3-8b-tiny"}
-    kind = {"kind": "latents" if task == "diffusion" else "jsonl", "path": str(folder), "on_error": on_error}
+    kind = {
+        "kind": "latents" if task == "diffusion" else "jsonl",
+        "path": str(folder),
+        "on_error": on_error,
+    }
     if task != "diffusion":
         model["vocab_size"] = 258
-    return from_dict({
-        "model": model, "task": task, "data": kind | data, "batch": {"global": 4, "micro": 2, "seq_len": 16},
-    })  # fmt: skip
+    return from_dict(
+        {
+            "model": model,
+            "task": task,
+            "data": kind | data,
+            "batch": {"global": 4, "micro": 2, "seq_len": 16},
+        }
+    )
 
 
 def contents(config) -> list:
@@ -42,7 +55,9 @@ def contents(config) -> list:
     if config.task == "grpo":
         return sorted(open_problems(config)[0].problems)
     data, _ = open_dataset(config)
-    return sorted(str({key: value.tolist() for key, value in data.row(n).items()}) for n in range(len(data)))
+    return sorted(
+        str({key: value.tolist() for key, value in data.row(n).items()}) for n in range(len(data))
+    )
 
 
 def about(config) -> str:
@@ -63,36 +78,75 @@ BAD_LINES = [
     ("pretrain", b'{"text": ', "not valid JSON"),
     ("pretrain", b'{"text": "\xff"}', "not valid JSON: 'utf-8' codec"),
     ("pretrain", b'{"text": "x", "score": NaN}', "not valid JSON: NaN is not JSON"),
-    ("pretrain", b'{"text": "x", "a": {"b": 1, "b": 2}}', "not valid JSON: key 'b' is given twice"),
+    (
+        "pretrain",
+        b'{"text": "x", "a": {"b": 1, "b": 2}}',
+        "not valid JSON: key 'b' is given twice",
+    ),
     ("pretrain", b"7" * 5000, "not valid JSON: Exceeds the limit"),
     ("pretrain", b'["text"]', "must be a JSON object"),
     ("pretrain", b'{"body": "x"}', "no key 'text'"),
     ("pretrain", b'{"text": null}', "'text' must be text, not NoneType"),
-    ("sft", b'{"messages": [{"role": "critic", "content": "x"}]}', r"'messages'\[0\]: the role 'critic' is not"),
-    ("sft", b'{"messages": [{"role": "tool", "content": "x"}]}', "'messages' has no message of the assistant"),
-    ("sft", b'{"messages": [{"role": "user", "content": "x"}]}', "'messages' has no message of the assistant"),
-    ("sft", b'{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}', "is empty"),
+    (
+        "sft",
+        b'{"messages": [{"role": "critic", "content": "x"}]}',
+        r"'messages'\[0\]: the role 'critic' is not",
+    ),
+    (
+        "sft",
+        b'{"messages": [{"role": "tool", "content": "x"}]}',
+        "'messages' has no message of the assistant",
+    ),
+    (
+        "sft",
+        b'{"messages": [{"role": "user", "content": "x"}]}',
+        "'messages' has no message of the assistant",
+    ),
+    (
+        "sft",
+        b'{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]}',
+        "is empty",
+    ),
     ("sft", b'{"messages": []}', "'messages' has no message of the assistant"),
     ("sft", b'{"messages": {"role": "user"}}', "'messages' must be a list of objects"),
     ("sft", b'{"prompt": "x", "response": " "}', "'response' is empty"),
     ("sft", b'{"prompt": "x", "response": ["y"]}', "'response' must be text, not list"),
-    ("sft", b'{"context": "x", "question": "y", "answers": {"text": []}}', "'answers' must hold a text"),
+    (
+        "sft",
+        b'{"context": "x", "question": "y", "answers": {"text": []}}',
+        "'answers' must hold a text",
+    ),
     ("grpo", b'{"question": "1 + 1"}', r"no answer \(one of expected_answer, "),
     ("grpo", b'{"question": "1 + 1", "answer": ""}', "'answer' is empty"),
     ("grpo", b'{"question": "", "answer": "2"}', "'question' is empty"),
     ("grpo", b'{"prompt": [], "answer": "2"}', "'prompt' is empty"),
-    ("grpo", b'{"messages": [], "answer": "2"}', "'messages' must end with the assistant's answer"),
-    ("grpo", b'{"question": "a prompt that is longer than a row", "answer": "2"}', "no room for a response"),
+    (
+        "grpo",
+        b'{"messages": [], "answer": "2"}',
+        "'messages' must end with the assistant's answer",
+    ),
+    (
+        "grpo",
+        b'{"question": "a prompt that is longer than a row", "answer": "2"}',
+        "no room for a response",
+    ),
 ]
 
 
-@pytest.mark.parametrize("task, line, message", BAD_LINES, ids=[f"{task}-{text}"[:40] for task, _, text in BAD_LINES])
+@pytest.mark.parametrize(
+    "task, line, message", BAD_LINES, ids=[f"{task}-{text}"[:40] for task, _, text in BAD_LINES]
+)
 def test_bad_lines(tmp_path, task, line, message):
     first, *rest = [json.dumps(record).encode() for record in GOOD[task]]
     for name, lines in (("clean", [first, *rest]), ("bad", [first, b"", line, *rest, line])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    check(config_of(task, tmp_path / "bad"), config_of(task, tmp_path / "clean"), f"a.jsonl:3.*{message}", count=2)
+    check(
+        config_of(task, tmp_path / "bad"),
+        config_of(task, tmp_path / "clean"),
+        f"a.jsonl:3.*{message}",
+        count=2,
+    )
 
 
 @pytest.mark.parametrize("task", GOOD)
@@ -116,7 +170,10 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         (tmp_path / name / "a.txt").write_bytes(mark + b"a document that is long enough")
         (tmp_path / name / "a.jsonl").write_bytes(mark + json.dumps(GOOD["pretrain"][2]).encode())
     for kind, name in (("text", "a.txt"), ("jsonl", "a.jsonl")):
-        clean, marked = (config_of("pretrain", tmp_path / side / name, kind=kind) for side in ("clean", "marked"))
+        clean, marked = (
+            config_of("pretrain", tmp_path / side / name, kind=kind)
+            for side in ("clean", "marked")
+        )
         assert contents(marked) == contents(clean)
 
 
@@ -131,13 +188,17 @@ def test_text_that_is_not_utf8(tmp_path):
 # --------------------------------------------------------------------------------------------------------- token files
 
 
-@pytest.mark.parametrize("name, array, message", [
-    ("b.bin", np.zeros(33, np.uint8), "does not hold tokens"),
-    ("b.bin", np.zeros(0, np.uint8), "does not hold tokens"),
-    ("b.npy", np.zeros(32, np.float32), "must hold integers"),
-    ("b.npy", np.array([None] * 32), "does not hold tokens"),
-    ("b.npy", np.full(16, 258), "holds 258 at token 0, outside the vocabulary"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "name, array, message",
+    [
+        ("b.bin", np.zeros(33, np.uint8), "does not hold tokens"),
+        ("b.bin", np.zeros(0, np.uint8), "does not hold tokens"),
+        ("b.npy", np.zeros(32, np.float32), "must hold integers"),
+        ("b.npy", np.array([None] * 32), "does not hold tokens"),
+        ("b.npy", np.full(16, 258), "holds 258 at token 0, outside the vocabulary"),
+    ],
+    ids=str,
+)
 def test_token_files_that_are_none(tmp_path, name, array, message):
     np.save(tmp_path / "a.npy", np.arange(64))
     array.tofile(tmp_path / name) if name.endswith("bin") else np.save(tmp_path / name, array)
@@ -161,28 +222,39 @@ def test_damaged_headers(tmp_path):
     assert refused > 400
     bad.write_bytes(whole.replace(b"(4000,)", b"(True,)"))
     clean = config_of("pretrain", tmp_path / "good.npy", kind="tokens")
-    check(config_of("pretrain", tmp_path, kind="tokens"), clean, r"bad\.npy does not hold tokens as \.npy")
+    check(
+        config_of("pretrain", tmp_path, kind="tokens"),
+        clean,
+        r"bad\.npy does not hold tokens as \.npy",
+    )
 
 
 def test_rows_with_tokens_outside_the_vocabulary(tmp_path):
     tokens = np.arange(5 * 16 + 1) % 258
     tokens[37] = 70_000
     np.save(tmp_path / "a.npy", tokens)
-    with pytest.raises(InputError, match=r"a\.npy holds 70000 at token 37, outside the vocabulary"):
+    with pytest.raises(
+        InputError, match=r"a\.npy holds 70000 at token 37, outside the vocabulary"
+    ):
         open_dataset(config_of("pretrain", tmp_path, kind="tokens"))
     data, _ = open_dataset(config_of("pretrain", tmp_path, "skip", kind="tokens"))
     assert data.about.startswith("1 skipped, the first: ")
     for epoch in range(2):
-        found = sorted(row[0] for row in rows(data, range(4 * epoch, 4 * epoch + 4))["tokens"].tolist())
+        found = sorted(
+            row[0] for row in rows(data, range(4 * epoch, 4 * epoch + 4))["tokens"].tolist()
+        )
         assert found == [0, 16, 48, 64]  # the third row is not there
 
 
-@pytest.mark.parametrize("change", [
-    lambda file: os.truncate(file, 64),  # a memory map would now be a bus error
-    lambda file: os.truncate(file, 0),
-    lambda file: file.write_bytes(bytes(2000)),
-    lambda file: os.utime(file, ns=(0, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda file: os.truncate(file, 64),  # a memory map would now be a bus error
+        lambda file: os.truncate(file, 0),
+        lambda file: file.write_bytes(bytes(2000)),
+        lambda file: os.utime(file, ns=(0, 0)),
+    ],
+)
 def test_token_files_that_change(tmp_path, change):
     file = tmp_path / "a.bin"
     file.write_bytes(bytes(1000))
@@ -208,14 +280,18 @@ def test_token_files_that_are_replaced(tmp_path):
         data.row(3)
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc"
+)
 def test_many_token_files_are_not_all_open(tmp_path):
     for n in range(OPEN + 20):
         np.full(16, n % 258, "<u2").tofile(tmp_path / f"{n:03d}.bin")
     kept_open.cache_clear()
     before = len(os.listdir("/proc/self/fd"))
     data, _ = open_dataset(config_of("pretrain", tmp_path, kind="tokens"))
-    assert sorted(data.row(n)["tokens"][0] for n in range(len(data))) == sorted(n % 258 for n in range(len(data)))
+    assert sorted(data.row(n)["tokens"][0] for n in range(len(data))) == sorted(
+        n % 258 for n in range(len(data))
+    )
     assert before < len(os.listdir("/proc/self/fd")) <= before + OPEN
 
 
@@ -232,7 +308,10 @@ def test_rows_are_looked_at_evenly_over_all_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TokenFile, "__getitem__", look)
     open_dataset(config_of("pretrain", tmp_path, kind="tokens"))
-    assert looked == [(row // 3, row % 3 * 16) for row in range(0, 60, 7)] and len(looked) * 16 <= 160
+    assert (
+        looked == [(row // 3, row % 3 * 16) for row in range(0, 60, 7)]
+        and len(looked) * 16 <= 160
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- videos
@@ -243,21 +322,53 @@ def video(number: int = 0, **changes) -> dict:
     return {"latents": torch.randn(16, 1, 4, 4), "text": torch.randn(2, 64)} | changes
 
 
-@pytest.mark.parametrize("changes, message, header", [
-    ({"latents": torch.full((16, 1, 4, 4), torch.nan)}, "tensor latents holds values that are not finite", False),
-    ({"text": torch.full((2, 64), torch.inf)}, "tensor text holds values that are not finite", False),
-    ({"latents": torch.zeros(16, 1, 4, 4, dtype=torch.int64)}, "tensor latents is stored as I64", True),
-    ({"latents": torch.zeros(16, 4, 4)}, r"tensor latents has shape \[16, 4, 4\]", True),
-    ({"text": torch.zeros(999, 64)}, "text has 999 tokens, more than", True),
-    ({"text": None}, "tensor text is missing", True),
-    ({"latents": torch.zeros(16, 1, 8, 12)}, r"24 patches are more than batch\.seq_len=16", True),
-    ({"latents": torch.zeros(16, 1, 3, 3)}, r"latents \[1, 3, 3\] do not divide into patches", True),
-    ({"latents": torch.zeros(17, 1, 4, 4)}, r"latents is \[17, 1, 4, 4\], the model takes \[16, 1, 4, 4\]", True),
-    ({"latents": torch.zeros(16, 0, 4, 4)}, "expected 4 dimensions, none of them 0", True),
-    ({"text": torch.zeros(2, 63)}, r"text is \[2, 63\], the model takes \[tokens, 64\]", True),
-    ({"image": torch.zeros(2, 3)}, r"image is \[2, 3\], the model takes none", True),
-    (None, "cannot be read as safetensors", True),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, message, header",
+    [
+        (
+            {"latents": torch.full((16, 1, 4, 4), torch.nan)},
+            "tensor latents holds values that are not finite",
+            False,
+        ),
+        (
+            {"text": torch.full((2, 64), torch.inf)},
+            "tensor text holds values that are not finite",
+            False,
+        ),
+        (
+            {"latents": torch.zeros(16, 1, 4, 4, dtype=torch.int64)},
+            "tensor latents is stored as I64",
+            True,
+        ),
+        ({"latents": torch.zeros(16, 4, 4)}, r"tensor latents has shape \[16, 4, 4\]", True),
+        ({"text": torch.zeros(999, 64)}, "text has 999 tokens, more than", True),
+        ({"text": None}, "tensor text is missing", True),
+        (
+            {"latents": torch.zeros(16, 1, 8, 12)},
+            r"24 patches are more than batch\.seq_len=16",
+            True,
+        ),
+        (
+            {"latents": torch.zeros(16, 1, 3, 3)},
+            r"latents \[1, 3, 3\] do not divide into patches",
+            True,
+        ),
+        (
+            {"latents": torch.zeros(17, 1, 4, 4)},
+            r"latents is \[17, 1, 4, 4\], the model takes \[16, 1, 4, 4\]",
+            True,
+        ),
+        ({"latents": torch.zeros(16, 0, 4, 4)}, "expected 4 dimensions, none of them 0", True),
+        (
+            {"text": torch.zeros(2, 63)},
+            r"text is \[2, 63\], the model takes \[tokens, 64\]",
+            True,
+        ),
+        ({"image": torch.zeros(2, 3)}, r"image is \[2, 3\], the model takes none", True),
+        (None, "cannot be read as safetensors", True),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_videos(tmp_path, changes, message, header):
     for folder in ("clean", "bad"):
         (tmp_path / folder).mkdir()
@@ -269,7 +380,9 @@ def test_videos(tmp_path, changes, message, header):
         os.truncate(bad, bad.stat().st_size - 1)
     clean = config_of("diffusion", tmp_path / "clean")
     if header:
-        return check(config_of("diffusion", tmp_path / "bad"), clean, rf"9\.safetensors.* {message}")
+        return check(
+            config_of("diffusion", tmp_path / "bad"), clean, rf"9\.safetensors.* {message}"
+        )
     data, _ = open_dataset(config_of("diffusion", tmp_path / "bad"))
     with pytest.raises(InputError, match=rf"9\.safetensors: {message}"):
         rows(data, range(len(data)))
@@ -283,7 +396,10 @@ def test_videos_are_read_once_to_know_which_to_skip(tmp_path, monkeypatch):
     for n in range(3):
         save_video(tmp_path / f"{n}.safetensors", **video(n))
     seen = []
-    monkeypatch.setattr("minitrain.data.video.latents.read_video", lambda path: seen.append(path) or read_video(path))
+    monkeypatch.setattr(
+        "minitrain.data.video.latents.read_video",
+        lambda path: seen.append(path) or read_video(path),
+    )
     open_dataset(config_of("diffusion", tmp_path, "skip"))
     assert sorted(path.stem for path in seen) == ["0", "1", "2"]
 

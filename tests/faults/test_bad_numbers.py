@@ -78,7 +78,10 @@ class Poisoned:
 def everything(trainer: Trainer) -> list[Tensor]:
     """This rank's parts of weights, buffers (the selection bias is one) and optimizer states, step counts included."""
     states = [x for state in trainer.optimizer.state.values() for x in state.values()]
-    return [local_shard(tensor)[0].clone() for tensor in [*trainer.model.state_dict().values(), *states]]
+    return [
+        local_shard(tensor)[0].clone()
+        for tensor in [*trainer.model.state_dict().values(), *states]
+    ]
 
 
 def train_with_a_bad_step(tree: dict, kind: str) -> tuple[list[float], bool]:
@@ -96,11 +99,15 @@ def train_with_a_bad_step(tree: dict, kind: str) -> tuple[list[float], bool]:
         trainer.step(dataset, 2)
         results.append(everything(trainer))
     moved = not all(map(torch.equal, before, results[0]))
-    return [x.item() for x in numbers.values()], moved and untouched and all(map(torch.equal, *results))
+    return [x.item() for x in numbers.values()], moved and untouched and all(
+        map(torch.equal, *results)
+    )
 
 
 @pytest.mark.parametrize("kind", POISONS)
-@pytest.mark.parametrize("extra", [{}, {"optim": {"name": "sgd"}}, IN_BF16, MOE], ids=["adamw", "sgd", "bf16", "moe"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"optim": {"name": "sgd"}}, IN_BF16, MOE], ids=["adamw", "sgd", "bf16", "moe"]
+)
 def test_a_step_that_is_not_finite_changes_nothing(kind, extra):
     (loss, norm), as_without = train_with_a_bad_step(TINY | extra, kind)
     assert math.isfinite(loss) == (kind == "gradient") and math.isfinite(norm) == (kind == "loss")
@@ -116,7 +123,10 @@ LAYOUTS = [
 
 
 def train_in_all_layouts() -> list[tuple[list[float], bool]]:
-    return [train_with_a_bad_step(TINY | extra, ("loss", "gradient")[i % 2]) for i, extra in enumerate(LAYOUTS)]
+    return [
+        train_with_a_bad_step(TINY | extra, ("loss", "gradient")[i % 2])
+        for i, extra in enumerate(LAYOUTS)
+    ]
 
 
 def test_all_ranks_skip_what_one_of_them_finds(pool):
@@ -138,10 +148,14 @@ def test_updates_of_a_policy_are_skipped_and_counted():
 
 @pytest.mark.parametrize("kind", POISONS)
 def test_a_bad_step_to_warm_up_changes_nothing(kind):
-    config = configs.from_dict(GRPO | {"grpo": GRPO["grpo"] | {"warmup_steps": 1, "warmup_lr": 0.1}})
+    config = configs.from_dict(
+        GRPO | {"grpo": GRPO["grpo"] | {"warmup_steps": 1, "warmup_lr": 0.1}}
+    )
     policy = PolicyTrainer(config, start(config), lambda name: nullcontext())
     before, loss = everything(policy.trainer), LanguageModeling.loss
-    with mock.patch.object(LanguageModeling, "loss", lambda *arguments: POISONS[kind](loss(*arguments))):
+    with mock.patch.object(
+        LanguageModeling, "loss", lambda *arguments: POISONS[kind](loss(*arguments))
+    ):
         policy.warm_up(open_problems(config)[0])
     assert all(map(torch.equal, before, everything(policy.trainer)))
 
@@ -156,7 +170,9 @@ def poison_once(loss):
 
 def lines(folder) -> list[dict]:
     """Read as strictly as JSON is: it has no NaN."""
-    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").open()]
+    return [
+        json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").open()
+    ]
 
 
 @pytest.fixture
@@ -168,7 +184,9 @@ def run(tmp_path, monkeypatch):
 
     def update_or_poison(trainer, batches, step):
         objective = trainer.objective
-        trainer.objective = Poisoned(trainer, "loss and gradient") if step + 1 in bad else objective
+        trainer.objective = (
+            Poisoned(trainer, "loss and gradient") if step + 1 in bad else objective
+        )
         try:
             return update(trainer, batches, step)
         finally:
@@ -178,7 +196,11 @@ def run(tmp_path, monkeypatch):
         bad.clear()
         bad.update(poisoned)
         data = {"kind": "text", "path": str(tmp_path / "text.txt")}
-        tree = TINY | {"data": data, "out_dir": str(tmp_path / "out"), "checkpoint": {"every": 2}} | changes
+        tree = (
+            TINY
+            | {"data": data, "out_dir": str(tmp_path / "out"), "checkpoint": {"every": 2}}
+            | changes
+        )
         train_model.train(configs.from_dict(tree))
         return tmp_path / "out"
 
@@ -190,8 +212,14 @@ def test_skipped_steps_are_counted_and_told_with_their_batch(run, capsys):
     found = lines(run([2, 3]))
     assert [line["skipped"] for line in found] == [0, 1, 1, 0, 0, 0]
     assert found[1]["loss"] is found[1]["grad_norm"] is None and math.isfinite(found[-1]["loss"])
-    assert found[1]["batch"].startswith("rows 4 to 7 of the data: document 1") and "batch" not in found[0]
-    assert "step 2: skipped, as loss=nan or grad_norm=nan is not finite; rows 4 to 7" in capsys.readouterr().out
+    assert (
+        found[1]["batch"].startswith("rows 4 to 7 of the data: document 1")
+        and "batch" not in found[0]
+    )
+    assert (
+        "step 2: skipped, as loss=nan or grad_norm=nan is not finite; rows 4 to 7"
+        in capsys.readouterr().out
+    )
 
 
 def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path, capsys):
@@ -199,10 +227,14 @@ def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path, c
     with pytest.raises(InputError, match=message):
         run([3, 4, 5, 6], optim={"max_skipped": 3})
     found = lines(tmp_path / "out")
-    assert [line["step"] for line in found] == [1, 2, 3, 4, 5] and found[-1]["batch"].startswith("rows 16 to 19")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5] and found[-1]["batch"].startswith(
+        "rows 16 to 19"
+    )
     assert (tmp_path / "out/logs/rank-0.log").read_text().count("Traceback") == 1
     log = tmp_path / "out/metrics.jsonl"
-    log.write_text("".join(log.open().readlines()[:3]))  # as if it had ended before the line of step 4
+    log.write_text(
+        "".join(log.open().readlines()[:3])
+    )  # as if it had ended before the line of step 4
     resumed = lines(run([]))  # from step 4, whose weights are those of step 2
     assert "lacks" not in capsys.readouterr().out
     assert [line["skipped"] for line in resumed] == [0, 0, 1, 1, 0, 0]
@@ -212,10 +244,14 @@ def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path, c
 def test_the_same_command_is_allowed_no_more_skipped_steps(run, tmp_path):
     """Neither where it continues before the step that was one too many, nor behind it."""
     for _ in range(2):
-        with pytest.raises(InputError, match="^step 5 is number 3 in a row to be skipped .* as after step 2,"):
+        with pytest.raises(
+            InputError, match="^step 5 is number 3 in a row to be skipped .* as after step 2,"
+        ):
             run([3, 4, 5, 6], optim={"max_skipped": 3})
     for _ in range(2):
-        with pytest.raises(InputError, match="^(step 6 is number 4|the last 4 steps were skipped)"):
+        with pytest.raises(
+            InputError, match="^(step 6 is number 4|the last 4 steps were skipped)"
+        ):
             run([3, 4, 5, 6], optim={"max_skipped": 4})
     assert not (tmp_path / "out/config.json").exists()
     run([3, 4, 5, 6], optim={"max_skipped": 5})
@@ -227,7 +263,9 @@ def test_lines_that_a_log_lost_are_told(run, tmp_path, capsys):
     run([])
     assert "no step is left to do" in capsys.readouterr().out
     first, second, *_ = log.open().readlines()
-    log.write_text(first + second + second)  # as a machine without power leaves it, and somebody's editor
+    log.write_text(
+        first + second + second
+    )  # as a machine without power leaves it, and somebody's editor
     found = lines(run([], steps=7))
     assert [line["step"] for line in found] == [1, 2, 2, 6, 7]
     assert "metrics.jsonl lacks 3 of the 6 steps that are done" in capsys.readouterr().out
@@ -256,7 +294,9 @@ def watch(losses: list[float], spike: float = 6.0) -> list[int]:
     config = Config()
     config.metrics.spike = spike
     health = Health(config, lambda text: None, lambda step: "a batch")
-    steps = ({"step": i, "loss": loss, "grad_norm": 1.0, "skipped": 0} for i, loss in enumerate(losses))
+    steps = (
+        {"step": i, "loss": loss, "grad_norm": 1.0, "skipped": 0} for i, loss in enumerate(losses)
+    )
     return [numbers["step"] for numbers in health.watch(steps) if "batch" in numbers]
 
 
@@ -265,19 +305,28 @@ def test_spikes_stand_out_of_noise_and_trends_do_not():
     falling = [3 + 7 * math.exp(-i / 50) + noise.gauss(0, 0.05) for i in range(1000)]
     assert watch(falling) == []
     spiking = [loss + 1.0 * (i in (15, 300, 301, 302, 600)) for i, loss in enumerate(falling)]
-    assert watch(spiking) == [300, 301, 302, 600]  # the first one comes before there is anything to compare with
+    assert watch(spiking) == [
+        300,
+        301,
+        302,
+        600,
+    ]  # the first one comes before there is anything to compare with
     assert watch(spiking, spike=0) == []
     assert watch([2.0] * 100 + [2.01, 2.03]) == [101]  # without any noise, 1 % is the least
     assert watch([-2.0] * 100 + [-1.99, -1.97]) == [101]
     assert watch([2.0] * 19 + [9.0]) == [] and watch([2.0] * 20 + [9.0]) == [20]
     assert watch([2.0] * 20 + [math.nan] * 30 + [9.0]) == [50]
-    assert watch([1.0, 3.0] * 10 + [10.89]) == [] and watch([1.0, 3.0] * 10 + [10.9]) == [20]  # 2 + 6 x 1.4826
+    assert watch([1.0, 3.0] * 10 + [10.89]) == [] and watch([1.0, 3.0] * 10 + [10.9]) == [
+        20
+    ]  # 2 + 6 x 1.4826
 
 
 def test_a_step_is_skipped_if_none_of_its_updates_changed_the_weights():
     config = Config()
     config.optim.max_skipped = 2
-    steps = [{"step": i, "loss": math.nan, "grad_norm": 1.0, "skipped": i % 2 + 1} for i in range(6)]
+    steps = [
+        {"step": i, "loss": math.nan, "grad_norm": 1.0, "skipped": i % 2 + 1} for i in range(6)
+    ]
     health = Health(config, lambda text: None, lambda step: "a batch", updates=2)
     assert len(list(health.watch(iter(steps)))) == 6
     health.updates = 1
@@ -299,7 +348,10 @@ def test_only_steps_without_any_update_count_as_skipped(tmp_path):
 
 def noisy_run(out, steps: int) -> dict[int, str]:
     """The batches of its spikes, by step: mock rows are of different difficulty, and the weights stay."""
-    model, batch = TINY["model"] | {"initializer_range": 0.2}, {"global": 1, "micro": 1, "seq_len": 16}
+    model, batch = (
+        TINY["model"] | {"initializer_range": 0.2},
+        {"global": 1, "micro": 1, "seq_len": 16},
+    )
     settings = {"model": model, "batch": batch, "optim": {"lr": 0.0}, "metrics": {"spike": 0.1}}
     train_model.train(configs.from_dict(TINY | settings | {"steps": steps, "out_dir": str(out)}))
     return {line["step"]: line["batch"] for line in lines(out) if "batch" in line}
@@ -308,7 +360,9 @@ def noisy_run(out, steps: int) -> dict[int, str]:
 def run_with_and_without_a_break(folder):
     noisy_run(folder / "parts", 25)
     log = folder / "parts/metrics.jsonl"
-    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))  # killed before the last line
+    log.write_text(
+        "".join(log.read_text().splitlines(keepends=True)[:-1])
+    )  # killed before the last line
     return noisy_run(folder / "whole", 40), noisy_run(folder / "parts", 40)
 
 
@@ -329,11 +383,16 @@ def test_batches_are_identified_by_file_and_place(kind, tmp_path):
         assert f"{tmp_path / 'a.npy'} tokens {first[0]} to {first[-1]}, " in text
 
 
-@pytest.mark.parametrize("rows, shown", [(4, "document 4, document 5"), (5, "document 5, document 6, ...")])
+@pytest.mark.parametrize(
+    "rows, shown", [(4, "document 4, document 5"), (5, "document 5, document 6, ...")]
+)
 def test_the_first_rows_of_a_batch_stand_for_it(rows, shown):
     """Where documents fill two rows each; of five rows the last is not shown."""
     dataset = SimpleNamespace(origin=lambda number: f"document {number // 2}")
-    assert batch_origin(dataset, rows, step=3) == f"rows {2 * rows} to {3 * rows - 1} of the data: {shown}"
+    assert (
+        batch_origin(dataset, rows, step=3)
+        == f"rows {2 * rows} to {3 * rows - 1} of the data: {shown}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- determinism
@@ -342,7 +401,10 @@ def test_the_first_rows_of_a_batch_stand_for_it(rows, shown):
 def deterministic_run(tree: dict) -> list[Tensor]:
     torch.use_deterministic_algorithms(False)
     config = configs.from_dict(tree | {"deterministic": True})
-    with compiler.patch(deterministic=False), mock.patch.dict(os.environ):  # both as before for the tests after this
+    with (
+        compiler.patch(deterministic=False),
+        mock.patch.dict(os.environ),
+    ):  # both as before for the tests after this
         try:
             trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
             assert torch.are_deterministic_algorithms_enabled() and compiler.deterministic
@@ -362,9 +424,16 @@ def test_a_deterministic_run_is_the_same_to_the_bit(pool, ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("extra", [
-    {}, MOE, {"model": {"name": "nemotron3-nano-30b-a3b-tiny"}}, {"precision": "bf16", "compile": True},
-], ids=["plain", "moe", "mamba", "compiled"])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        MOE,
+        {"model": {"name": "nemotron3-nano-30b-a3b-tiny"}},
+        {"precision": "bf16", "compile": True},
+    ],
+    ids=["plain", "moe", "mamba", "compiled"],
+)
 def test_a_deterministic_run_on_cuda(extra):
     tree = TINY | {"device": "cuda"} | extra
     first, second = deterministic_run(tree), deterministic_run(tree)
@@ -372,7 +441,9 @@ def test_a_deterministic_run_on_cuda(extra):
 
 
 def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "3", "WORLD_SIZE": "4"})  # as before a group has started
+    monkeypatch.setattr(
+        os, "environ", os.environ | {"RANK": "3", "WORLD_SIZE": "4"}
+    )  # as before a group has started
     be_deterministic()
     expected = r"^deterministic=true: \S+ does not have a deterministic implementation \(use deterministic=false\)$"
     try:
@@ -385,7 +456,10 @@ def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeyp
 
 
 def test_what_the_user_says_of_algorithms_stays(monkeypatch):
-    own = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree,CollnetDirect,CollnetChain"}
+    own = {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "^NVLS,NVLSTree,CollnetDirect,CollnetChain",
+    }
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
     for given in ({}, dict.fromkeys(own, "the user's")):
         monkeypatch.setattr(os, "environ", dict(given))

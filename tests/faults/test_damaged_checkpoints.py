@@ -111,7 +111,9 @@ def go_on_after_damage(folder):
     checkpointer.save(3, model, optimizer, {"step": 3})
     assert names(folder) == ["step-00000001", "step-00000002.damaged", "step-00000003"]
     checkpointer.save(2, model, optimizer, {"step": 2})
-    assert names(folder)[0] == "step-00000001"  # though two newer ones are there: one may be of what went wrong
+    assert (
+        names(folder)[0] == "step-00000001"
+    )  # though two newer ones are there: one may be of what went wrong
     flip_a_bit(folder / "step-00000003" / PART)
     assert load(folder)[0] == {"step": 2}
     flip_a_bit(folder / "step-00000002" / PART)  # again, and one is aside already
@@ -163,12 +165,22 @@ def fail_to_read(folder, number, passes):
                 load(folder)
         else:
             assert load(folder)[0] == {"step": 1}
-    assert names(folder) == ["step-00000001", "step-00000002" if passes else "step-00000002.damaged"]
+    assert names(folder) == [
+        "step-00000001",
+        "step-00000002" if passes else "step-00000002.damaged",
+    ]
 
 
-@pytest.mark.parametrize("number, passes", [
-    (errno.EIO, False), (errno.ESTALE, True), (errno.ETIMEDOUT, True), (errno.EMFILE, True), (errno.EACCES, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "number, passes",
+    [
+        (errno.EIO, False),
+        (errno.ESTALE, True),
+        (errno.ETIMEDOUT, True),
+        (errno.EMFILE, True),
+        (errno.EACCES, True),
+    ],
+)
 def test_failures_to_read_that_pass_are_no_damage(pool, tmp_path, number, passes):
     pool.run(1, fail_to_read, tmp_path, number, passes)
 
@@ -195,24 +207,33 @@ def seconds(limit):
 def describe(folder, files=None, **changes):
     """A folder with a description that agrees with itself, whatever it says."""
     (folder / INDEX).write_bytes(b"index")
-    about = {"optimizer": "AdamW", "base": "", "extra": {}, "files": {INDEX: measure(folder / INDEX)} | (files or {})}
+    about = {
+        "optimizer": "AdamW",
+        "base": "",
+        "extra": {},
+        "files": {INDEX: measure(folder / INDEX)} | (files or {}),
+    }
     write_description(folder, about | changes)
 
 
-@pytest.mark.parametrize("changes, problem", [
-    ({"files": {"/dev/zero": [0, 1]}}, "'/dev/zero' is not the name of a file"),
-    ({"files": {"../secret": [0, 0]}}, "'../secret' is not the name of a file"),
-    ({"files": {"a\0": [0, 0]}}, "is not the name of a file"),
-    ({"files": {"\ud800": [0, 0]}}, "is not the name of a file"),
-    ({"files": {"..": [0, 0]}}, " is not a regular file"),
-    ({"files": {"pipe": [0, 0]}}, "pipe is not a regular file"),
-    ({"files": {"zeros": [0, 1]}}, "zeros is not a regular file"),
-    ({"files": {"a": 5}}, "'a' has 5, which is not a size and a checksum"),
-    ({"files": {"a": None}}, "'a' has None"),
-    ({"files": {"a": [0, "0"]}}, "'a' has [0, '0']"),
-    ({"files": {"a": [0]}}, "'a' has [0]"),
-    ({"extra": [1]}, "extra and files must be objects"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"files": {"/dev/zero": [0, 1]}}, "'/dev/zero' is not the name of a file"),
+        ({"files": {"../secret": [0, 0]}}, "'../secret' is not the name of a file"),
+        ({"files": {"a\0": [0, 0]}}, "is not the name of a file"),
+        ({"files": {"\ud800": [0, 0]}}, "is not the name of a file"),
+        ({"files": {"..": [0, 0]}}, " is not a regular file"),
+        ({"files": {"pipe": [0, 0]}}, "pipe is not a regular file"),
+        ({"files": {"zeros": [0, 1]}}, "zeros is not a regular file"),
+        ({"files": {"a": 5}}, "'a' has 5, which is not a size and a checksum"),
+        ({"files": {"a": None}}, "'a' has None"),
+        ({"files": {"a": [0, "0"]}}, "'a' has [0, '0']"),
+        ({"files": {"a": [0]}}, "'a' has [0]"),
+        ({"extra": [1]}, "extra and files must be objects"),
+    ],
+    ids=str,
+)
 def test_forged_descriptions_are_damage(tmp_path, changes, problem):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
@@ -249,7 +270,10 @@ def test_folders_are_emptied_and_removed_whole(tmp_path):
     """One whose removal is interrupted has its final name no more."""
     folder = tmp_path / "step-00000001"
     (folder / "inside").mkdir(parents=True)
-    with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         remove(folder)
     assert names(tmp_path) == ["step-00000001.tmp"]
     make_empty(folder.with_suffix(".tmp"))
@@ -277,26 +301,42 @@ def test_what_cannot_be_removed_ends_no_run(pool, tmp_path):
     why = "cannot be removed: [Errno 39] Directory not empty: '.nfs01'"
     paths = [tmp_path / "step-00000001", tmp_path / "step-00000001.tmp"]
     assert told.splitlines() == [f"warning: {path} {why}" for path in paths]
-    assert pool.run(1, load_newest, tmp_path)[0][0] == {"step": 2} and names(tmp_path) == ["step-00000002"]
+    assert pool.run(1, load_newest, tmp_path)[0][0] == {"step": 2} and names(tmp_path) == [
+        "step-00000002"
+    ]
 
 
-@pytest.mark.parametrize("put", [os.mkfifo, lambda file: file.write_text("[" * 200_000)], ids=["pipe", "nested"])
+@pytest.mark.parametrize(
+    "put", [os.mkfifo, lambda file: file.write_text("[" * 200_000)], ids=["pipe", "nested"]
+)
 def test_a_description_that_never_ends_is_damage(tmp_path, put):
     put(tmp_path / DESCRIPTION)
     with seconds(60):
         assert DESCRIPTION in find_damage(tmp_path, 0, 1)
 
 
-@pytest.mark.parametrize("extra, problem", [
-    ({"x": 1}, "holds the numbers of step None as step None"),
-    ({"step": 2}, "holds the numbers of step None as step 2"),
-    ({"step": 2, "numbers": [2]}, "holds the numbers of step None as step 2"),
-    ({"step": 2, "numbers": {"step": 1}}, "holds the numbers of step 1 as step 2"),
-    ({"step": -1, "numbers": {"step": -1}}, "as step -1"),
-    ({"step": 2, "numbers": {"step": 2, "loss": "low"}}, "holds loss='low', which is not a number"),
-    ({"step": 2, "numbers": {"step": 2, "loss": 1.0, "reward": 0.5}}, r"^a checkpoint in \S+ is of task=grpo \(use"),
-    ({"step": 3, "numbers": {"step": 3, "loss": 1.0}}, r"^steps=2, but the run in \S+ has done 3 \(use more, or"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra, problem",
+    [
+        ({"x": 1}, "holds the numbers of step None as step None"),
+        ({"step": 2}, "holds the numbers of step None as step 2"),
+        ({"step": 2, "numbers": [2]}, "holds the numbers of step None as step 2"),
+        ({"step": 2, "numbers": {"step": 1}}, "holds the numbers of step 1 as step 2"),
+        ({"step": -1, "numbers": {"step": -1}}, "as step -1"),
+        (
+            {"step": 2, "numbers": {"step": 2, "loss": "low"}},
+            "holds loss='low', which is not a number",
+        ),
+        (
+            {"step": 2, "numbers": {"step": 2, "loss": 1.0, "reward": 0.5}},
+            r"^a checkpoint in \S+ is of task=grpo \(use",
+        ),
+        (
+            {"step": 3, "numbers": {"step": 3, "loss": 1.0}},
+            r"^steps=2, but the run in \S+ has done 3 \(use more, or",
+        ),
+    ],
+)
 def test_a_run_is_not_resumed_from_who_knows_where(tmp_path, extra, problem):
     assert resume_point(tmp_path, None, 2, "loss") == (0, {})
     numbers = {"step": 2, "loss": float("nan")}
@@ -320,7 +360,10 @@ def fail_while_saving(folder, disk_is_full):
         return write(*args)
 
     checkpointer = Checkpointer(folder, keep=1, asynchronous=True)
-    slow, wrong = mock.patch.object(Writer, "write_data", write_slowly), pytest.raises(InputError, match="was wrong")
+    slow, wrong = (
+        mock.patch.object(Writer, "write_data", write_slowly),
+        pytest.raises(InputError, match="was wrong"),
+    )
     with slow, wrong, saved_despite_errors(checkpointer.wait):
         checkpointer.save(1, *make(), {})
         raise InputError("this was wrong")
@@ -355,7 +398,10 @@ def fill_disk(folder, asynchronous, size, width):
         checkpointer.load(model, optimizer)
         step(model, optimizer)
     limit = size if dist.get_rank() == 1 else resource.RLIM_INFINITY
-    with files_up_to(limit), pytest.raises(OSError, match=r"OSError\(27, 'File too large'\)") as caught:
+    with (
+        files_up_to(limit),
+        pytest.raises(OSError, match=r"OSError\(27, 'File too large'\)") as caught,
+    ):
         checkpointer.save(2, model, optimizer, {"step": 2})
         checkpointer.wait()
     assert "\n" not in str(caught.value) and "step-00000002" in str(caught.value)
@@ -364,10 +410,13 @@ def fill_disk(folder, asynchronous, size, width):
     assert equal(load(folder)[1], expected)
 
 
-@pytest.mark.parametrize(("asynchronous", "size", "width"), [
-    (False, 0, 8), (False, 6000, 8), (True, 3000, 8), (False, 10000, 64),
-])  # fmt: skip
-def test_a_full_disk_ends_the_save_and_destroys_nothing(pool, tmp_path, asynchronous, size, width):
+@pytest.mark.parametrize(
+    ("asynchronous", "size", "width"),
+    [(False, 0, 8), (False, 6000, 8), (True, 3000, 8), (False, 10000, 64)],
+)
+def test_a_full_disk_ends_the_save_and_destroys_nothing(
+    pool, tmp_path, asynchronous, size, width
+):
     pool.run(2, fill_disk, tmp_path, asynchronous, size, width)
 
 
@@ -381,7 +430,10 @@ def test_models_and_adapters_need_a_disk_with_room(tmp_path):
         lambda: save_pretrained(Decoder(model.config), tmp_path / "model"),
         lambda: save_adapter(adapters, model.config, lora, tmp_path / "adapter"),
     ):
-        with files_up_to(1000), pytest.raises(InputError, match="cannot be written: .*File too large"):
+        with (
+            files_up_to(1000),
+            pytest.raises(InputError, match="cannot be written: .*File too large"),
+        ):
             save()
     assert torch.equal(load_pretrained(tmp_path / "model").lm_head.weight, model.lm_head.weight)
 
@@ -413,12 +465,19 @@ def test_a_file_is_replaced_once_the_disk_has_the_new_one(tmp_path):
     calls, fsync, replace = [], os.fsync, Path.replace
     file, open_files = tmp_path / "a.json", len(os.listdir("/proc/self/fd"))
     with (
-        mock.patch.object(os, "fsync", lambda number: calls.append(os.fstat(number).st_size) or fsync(number)),
-        mock.patch.object(Path, "replace", lambda *names: calls.append("replace") or replace(*names)),
+        mock.patch.object(
+            os, "fsync", lambda number: calls.append(os.fstat(number).st_size) or fsync(number)
+        ),
+        mock.patch.object(
+            Path, "replace", lambda *names: calls.append("replace") or replace(*names)
+        ),
     ):
         write_durably(file, "öld")
     assert calls == [len("öld".encode()), "replace", tmp_path.stat().st_size]
-    with files_up_to(1000), pytest.raises(OSError, match=rf"File too large: '{tmp_path}/a\.tmp'$"):
+    with (
+        files_up_to(1000),
+        pytest.raises(OSError, match=rf"File too large: '{tmp_path}/a\.tmp'$"),
+    ):
         write_durably(file, "new" * 1000)
     assert file.read_text(encoding="utf-8") == "öld"
     write_durably(file, "new")  # over what the failure has left

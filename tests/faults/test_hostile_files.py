@@ -39,14 +39,52 @@ from minitrain.settings import Lora
 from minitrain.training.build import initialize
 
 CASES = int(os.environ.get("FAULT_CASES", 100))
-NAMES = ("llama3.1-8b", "nemotron4-15b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b",
-         "gpt3-175b", "wan2.1-14b")  # fmt: skip
+NAMES = (
+    "llama3.1-8b",
+    "nemotron4-15b",
+    "mixtral-8x7b",
+    "deepseek-v3",
+    "gpt-oss-20b",
+    "nemotron3-nano-30b-a3b",
+    "gpt3-175b",
+    "wan2.1-14b",
+)
 VALUES = [
-    None, True, False, 0, 1, -1, 3, 7, 1000, 10**12, 2**63, 10**400, 0.5, -1.5, 1e300, float("nan"), float("inf"), "",
-    "x", "..", "\0", "\n\x1b[31m", "\ud800", [], [0], [[]], ["x"], [None] * 3, [10**12] * 3, {}, {"x": 1},
-    {"rope_type": []}, {"rope_type": "yarn", "factor": -1, "original_max_position_embeddings": 0},
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    7,
+    1000,
+    10**12,
+    2**63,
+    10**400,
+    0.5,
+    -1.5,
+    1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "..",
+    "\0",
+    "\n\x1b[31m",
+    "\ud800",
+    [],
+    [0],
+    [[]],
+    ["x"],
+    [None] * 3,
+    [10**12] * 3,
+    {},
+    {"x": 1},
+    {"rope_type": []},
+    {"rope_type": "yarn", "factor": -1, "original_max_position_embeddings": 0},
     {"quant_method": []},
-]  # fmt: skip
+]
 values = st.sampled_from(VALUES)
 
 
@@ -107,7 +145,11 @@ def edit_json(file: Path, edits: list[tuple[int, object, bool]]) -> None:
     """Replace or remove values, in the mapping itself or one inside it."""
     tree = json.loads(file.read_text(encoding="utf-8"))
     for place, value, remove in edits:
-        sections = [tree, *(x for x in tree.values() if isinstance(x, dict) and x)] if tree else [{"x": 0}]
+        sections = (
+            [tree, *(x for x in tree.values() if isinstance(x, dict) and x)]
+            if tree
+            else [{"x": 0}]
+        )
         section = sections[place % 97 % len(sections)]
         key = sorted(section)[place % len(section)]
         section[key] = copy.deepcopy(value)
@@ -117,7 +159,9 @@ def edit_json(file: Path, edits: list[tuple[int, object, bool]]) -> None:
 
 
 edits = st.lists(
-    st.tuples(st.integers(0, 10_000), values, st.sampled_from([False] * 4 + [True])), min_size=1, max_size=3
+    st.tuples(st.integers(0, 10_000), values, st.sampled_from([False] * 4 + [True])),
+    min_size=1,
+    max_size=3,
 )
 
 
@@ -129,20 +173,49 @@ def test_any_config_json(folders, tmp_path_factory, name, edits):
     model = loaded(load_pretrained, folder)
     if model is not None:
         expected = load_pretrained(folders[name]).state_dict()
-        assert all(torch.equal(x, expected[key].to(x.dtype)) for key, x in model.state_dict().items())
+        assert all(
+            torch.equal(x, expected[key].to(x.dtype)) for key, x in model.state_dict().items()
+        )
 
 
-@pytest.mark.parametrize("name, changes, message", [
-    ("llama3.1-8b", {"num_hidden_layers": 10**12}, "json: num_hidden_layers=1000000000000 must be at most 1,000"),
-    ("llama3.1-8b", {"num_hidden_layers": 1000}, "config.json claims 1000 layers, the files hold"),
-    ("llama3.1-8b", {"vocab_size": 1 << 24}, r"embed_tokens.weight has shape \[512, 64\], expected \[16777216, 64\]"),
-    ("llama3.1-8b", {"num_attention_heads": -8}, "json: num_attention_heads=-8 must be at least 1"),
-    ("llama3.1-8b", {"hidden_size": None}, "hidden_size=None must be a whole number"),
-    ("llama3.1-8b", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be finite"),
-    ("deepseek-v3", {"n_routed_experts": 1 << 16}, r"mlp.gate.weight has shape \[16, 64\], expected \[65536, 64\]"),
-    ("wan2.1-14b", {"num_layers": 10**12}, "model.num_layers=1000000000000 must be at most 1,000"),
-    ("wan2.1-14b", {"ffn_dim": 1 << 20}, "expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        (
+            "llama3.1-8b",
+            {"num_hidden_layers": 10**12},
+            "json: num_hidden_layers=1000000000000 must be at most 1,000",
+        ),
+        (
+            "llama3.1-8b",
+            {"num_hidden_layers": 1000},
+            "config.json claims 1000 layers, the files hold",
+        ),
+        (
+            "llama3.1-8b",
+            {"vocab_size": 1 << 24},
+            r"embed_tokens.weight has shape \[512, 64\], expected \[16777216, 64\]",
+        ),
+        (
+            "llama3.1-8b",
+            {"num_attention_heads": -8},
+            "json: num_attention_heads=-8 must be at least 1",
+        ),
+        ("llama3.1-8b", {"hidden_size": None}, "hidden_size=None must be a whole number"),
+        ("llama3.1-8b", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be finite"),
+        (
+            "deepseek-v3",
+            {"n_routed_experts": 1 << 16},
+            r"mlp.gate.weight has shape \[16, 64\], expected \[65536, 64\]",
+        ),
+        (
+            "wan2.1-14b",
+            {"num_layers": 10**12},
+            "model.num_layers=1000000000000 must be at most 1,000",
+        ),
+        ("wan2.1-14b", {"ffn_dim": 1 << 20}, "expected"),
+    ],
+)
 def test_absurd_claims_are_refused_at_once(folders, tmp_path, name, changes, message):
     folder = edited(folders[name], tmp_path / "edited")
     file = folder / "config.json"
@@ -153,18 +226,24 @@ def test_absurd_claims_are_refused_at_once(folders, tmp_path, name, changes, mes
     assert time.process_time() - start < 5
 
 
-@pytest.mark.parametrize("weight_map, message", [
-    ({"a": "../model.safetensors"}, "must be a safetensors file of the same folder"),
-    ({"a": "/etc/model.safetensors"}, "must be a safetensors file of the same folder"),
-    ({"a": "sub/model.safetensors"}, "must be a safetensors file of the same folder"),
-    ({"a": "config.json"}, "must be a safetensors file of the same folder"),
-    ({"a": "\0.safetensors"}, "must be a safetensors file of the same folder"),
-    ({"a": "a" * 300 + ".safetensors"}, "cannot be read as safetensors"),
-    ({"a": "gone.safetensors"}, "gone.safetensors cannot be read as safetensors: .* No such file"),
-    ({"a": 7}, "weight_map must map tensor names to file names"),
-    (["model.safetensors"], "weight_map must map tensor names to file names"),
-    ({}, "config.json claims 4 layers, the files hold 0 tensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "weight_map, message",
+    [
+        ({"a": "../model.safetensors"}, "must be a safetensors file of the same folder"),
+        ({"a": "/etc/model.safetensors"}, "must be a safetensors file of the same folder"),
+        ({"a": "sub/model.safetensors"}, "must be a safetensors file of the same folder"),
+        ({"a": "config.json"}, "must be a safetensors file of the same folder"),
+        ({"a": "\0.safetensors"}, "must be a safetensors file of the same folder"),
+        ({"a": "a" * 300 + ".safetensors"}, "cannot be read as safetensors"),
+        (
+            {"a": "gone.safetensors"},
+            "gone.safetensors cannot be read as safetensors: .* No such file",
+        ),
+        ({"a": 7}, "weight_map must map tensor names to file names"),
+        (["model.safetensors"], "weight_map must map tensor names to file names"),
+        ({}, "config.json claims 4 layers, the files hold 0 tensors"),
+    ],
+)
 def test_indexes(folders, tmp_path, weight_map, message):
     """A link may lead out of the folder: in the hub's own cache all files are links."""
     folder = edited(folders["llama3.1-8b"], tmp_path / "edited")
@@ -225,11 +304,22 @@ def claim(file: Path, where: int, what: int) -> None:
     entry, value = tree[name], VALUES[what % len(VALUES)]
     start, stop = entry["data_offsets"]
     claims = [
-        {"dtype": "I32"}, {"dtype": "F16"}, {"dtype": "F4"}, {"dtype": value}, {"shape": value},
-        {"shape": entry["shape"][::-1]}, {"shape": [1 << 62, 0]}, {"shape": [1 << 40, 1 << 40]}, {"shape": []},
-        {"data_offsets": [start, 1 << 62]}, {"data_offsets": [stop, start]}, {"data_offsets": [-start, stop]},
-        {"data_offsets": [start + 4, stop + 4]}, {"data_offsets": [0, stop]}, {"data_offsets": value},
-    ]  # fmt: skip
+        {"dtype": "I32"},
+        {"dtype": "F16"},
+        {"dtype": "F4"},
+        {"dtype": value},
+        {"shape": value},
+        {"shape": entry["shape"][::-1]},
+        {"shape": [1 << 62, 0]},
+        {"shape": [1 << 40, 1 << 40]},
+        {"shape": []},
+        {"data_offsets": [start, 1 << 62]},
+        {"data_offsets": [stop, start]},
+        {"data_offsets": [-start, stop]},
+        {"data_offsets": [start + 4, stop + 4]},
+        {"data_offsets": [0, stop]},
+        {"data_offsets": value},
+    ]
     if what % 16 == 15:
         tree[str(value)] = tree.pop(name)
     else:
@@ -238,9 +328,12 @@ def claim(file: Path, where: int, what: int) -> None:
 
 
 changes = st.lists(
-    st.tuples(st.sampled_from([flip, splice, cut, claim]), st.integers(0, 1 << 20), st.integers(1, 255)),
-    min_size=1, max_size=2,
-)  # fmt: skip
+    st.tuples(
+        st.sampled_from([flip, splice, cut, claim]), st.integers(0, 1 << 20), st.integers(1, 255)
+    ),
+    min_size=1,
+    max_size=2,
+)
 
 
 @settings(max_examples=CASES)
@@ -259,36 +352,62 @@ def test_any_header(folders, tmp_path_factory, name, changes):
         assert all(torch.equal(x, expected[key]) for key, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("header, claimed, message", [
-    (b"{}", 1 << 63, "its header claims 9,223,372,036,854,775,808 bytes"),
-    (b" " * (LONGEST_HEADER + 1), None, "its header claims 16,777,217 bytes"),
-    (b"{}", 1000, "cannot be read"),
-    (b"[" * 10_000, None, "cannot be read"),
-    (b'{"a\n\x1b[31m": 1}', None, "cannot be read"),
-    (b"", None, "cannot be read"),
-    (b'{"a": {"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 64]}}', None, "cannot be read"),
-    (b'{"a": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}, '
-     b'"b": {"dtype": "F32", "shape": [8], "data_offsets": [32, 64]}}', None, "cannot be read"),
-    (b'{"a": {"dtype": "F32", "shape": [8], "data_offsets": [32, 64]}}', None, "cannot be read"),
-    (b'{"a\\n\\u001b[31m": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}', None, "claims 4 layers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "header, claimed, message",
+    [
+        (b"{}", 1 << 63, "its header claims 9,223,372,036,854,775,808 bytes"),
+        (b" " * (LONGEST_HEADER + 1), None, "its header claims 16,777,217 bytes"),
+        (b"{}", 1000, "cannot be read"),
+        (b"[" * 10_000, None, "cannot be read"),
+        (b'{"a\n\x1b[31m": 1}', None, "cannot be read"),
+        (b"", None, "cannot be read"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 64]}}',
+            None,
+            "cannot be read",
+        ),
+        (
+            b'{"a": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}, '
+            b'"b": {"dtype": "F32", "shape": [8], "data_offsets": [32, 64]}}',
+            None,
+            "cannot be read",
+        ),
+        (
+            b'{"a": {"dtype": "F32", "shape": [8], "data_offsets": [32, 64]}}',
+            None,
+            "cannot be read",
+        ),
+        (
+            b'{"a\\n\\u001b[31m": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}}',
+            None,
+            "claims 4 layers",
+        ),
+    ],
+)
 def test_headers(folders, tmp_path, header, claimed, message):
     shutil.copy(folders["llama3.1-8b"] / "config.json", tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", claimed or len(header)) + header + bytes(64))
+    (tmp_path / "model.safetensors").write_bytes(
+        struct.pack("<Q", claimed or len(header)) + header + bytes(64)
+    )
     start = time.process_time()
     with pytest.raises(InputError, match=message) as caught, little_memory(256 << 20):
         load_pretrained(tmp_path)
     assert str(caught.value).isprintable() and time.process_time() - start < 5
 
 
-@pytest.mark.parametrize("room", [1 << 30, 5 << 30])  # the package maps it, and then torch does once more
+@pytest.mark.parametrize(
+    "room", [1 << 30, 5 << 30]
+)  # the package maps it, and then torch does once more
 def test_a_file_that_memory_has_no_room_to_map(folders, tmp_path, room):
     shutil.copy(folders["llama3.1-8b"] / "config.json", tmp_path)
     header = b'{"a": {"dtype": "F32", "shape": [1073741824], "data_offsets": [0, 4294967296]}}'
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + (4 << 30))  # a hole: no disk is used
-    with pytest.raises(InputError, match="cannot be read as safetensors: .*allocate memory"), little_memory(room):
+    with (
+        pytest.raises(InputError, match="cannot be read as safetensors: .*allocate memory"),
+        little_memory(room),
+    ):
         load_pretrained(tmp_path)
 
 
@@ -299,8 +418,15 @@ def test_a_file_that_memory_has_no_room_to_map(folders, tmp_path, room):
 def adapters(tmp_path_factory):
     """A model, the folder of its adapters and those: of Linears, and of experts."""
     found = []
-    for name, targets in (("llama3.1-8b", ["q_proj", "down_proj"]), ("mixtral-8x7b", ["experts.down_proj"])):
-        model, lora, folder = small_model(name), Lora(rank=8, targets=targets), tmp_path_factory.mktemp("adapter")
+    for name, targets in (
+        ("llama3.1-8b", ["q_proj", "down_proj"]),
+        ("mixtral-8x7b", ["experts.down_proj"]),
+    ):
+        model, lora, folder = (
+            small_model(name),
+            Lora(rank=8, targets=targets),
+            tmp_path_factory.mktemp("adapter"),
+        )
         add_adapters(model, lora)
         initialize(model, 0, is_adapter)
         tensors = [(key, x) for key, x in model.state_dict().items() if is_adapter(key)]
@@ -335,9 +461,16 @@ def test_a_rank_that_nobody_has_is_refused_before_training_too(adapters, tmp_pat
     folder = edited(adapters[0][1], tmp_path / "edited")
     edit = json.loads((folder / "adapter_config.json").read_text()) | {"r": 10**9}
     (folder / "adapter_config.json").write_text(json.dumps(edit))
-    with pytest.raises(InputError, match=r"adapter_config.json: r=1000000000 must be a whole number from 1 to"):
+    with pytest.raises(
+        InputError, match=r"adapter_config.json: r=1000000000 must be a whole number from 1 to"
+    ):
         from_dict(
-            {"model": "llama3.1-8b-tiny", "task": "lora", "lora": {"path": str(folder)}, "batch": {"seq_len": 32}}
+            {
+                "model": "llama3.1-8b-tiny",
+                "task": "lora",
+                "lora": {"path": str(folder)},
+                "batch": {"seq_len": 32},
+            }
         )
 
 
@@ -346,7 +479,10 @@ TEMPLATE = (
     "{{ m.role + ':' + m.content | trim + '<|eos|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
-CHAT = [Message(role, content) for role, content in (("user", "a b"), ("assistant", "c"), ("user", "d"))]
+CHAT = [
+    Message(role, content)
+    for role, content in (("user", "a b"), ("assistant", "c"), ("user", "d"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -358,17 +494,23 @@ def tokenizer_folder(tmp_path_factory):
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(["more"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|eos|>"}}))
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|eos|>"}})
+    )
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [257], "bos_token_id": 256}))
     templates = [{"name": "default", "template": TEMPLATE}, {"name": "tool", "template": "y"}]
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": templates}
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": templates
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
 @settings(max_examples=CASES)
 @given(
-    st.sampled_from(["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"]),
+    st.sampled_from(
+        ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"]
+    ),
     edits,
     st.booleans(),
     st.integers(0, 1 << 16),
@@ -381,7 +523,9 @@ def test_any_tokenizer(tokenizer_folder, tmp_path_factory, name, edits, as_json,
         edit_json(folder / name, edits)
     else:
         raw = (folder / name).read_bytes()
-        (folder / name).write_bytes(raw[: place % len(raw)] + b"\xff\x00[" + raw[place % len(raw) + 2 :])
+        (folder / name).write_bytes(
+            raw[: place % len(raw)] + b"\xff\x00[" + raw[place % len(raw) + 2 :]
+        )
     tokenizer = loaded(fitting_tokenizer, str(folder), 300)
     if tokenizer is not None:
         assert all(0 <= token < 300 for token in tokenizer.encode("some text"))
@@ -396,7 +540,13 @@ PARTS = re.findall(r"\{%-?|-?%\}|\{\{|\}\}|\w+|.", TEMPLATE)
 
 
 @settings(max_examples=CASES)
-@given(st.lists(st.tuples(st.integers(0, len(PARTS)), st.sampled_from(["", *PARTS])), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(PARTS)), st.sampled_from(["", *PARTS])),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_any_chat_template(tokenizer_folder, tmp_path_factory, edits):
     """A chat's tokens hold those of its messages, in order, or one line says why there are none."""
     parts = [*PARTS, ""]

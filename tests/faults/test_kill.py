@@ -42,12 +42,17 @@ def train_until_line(file, step):
 
 @pytest.mark.parametrize("name", ["one process", "GRPO"])
 def test_no_line_is_lost_between_a_checkpoint_and_the_log(tmp_path, name):
-    undisturbed, run = Run(CASES[name], tmp_path / "undisturbed"), Run(CASES[name], tmp_path / "killed")
+    undisturbed, run = (
+        Run(CASES[name], tmp_path / "undisturbed"),
+        Run(CASES[name], tmp_path / "killed"),
+    )
     ranks = Ranks(1, run.log, train_until_line, run.file, 2)
     assert ranks.wait(LIMIT) and ranks.codes() == [-signal.SIGKILL], run.log.read_text()
     assert (run.out / "checkpoints" / "step-00000002").exists() and len(run.numbers()) == 1
     numbers = run.finish(run.start())
-    assert numbers == undisturbed.finish(undisturbed.start()) and any("val" in key for key in numbers[1])
+    assert numbers == undisturbed.finish(undisturbed.start()) and any(
+        "val" in key for key in numbers[1]
+    )
 
 
 def train_until_full(file):
@@ -92,10 +97,14 @@ def wait_for_lines(run: Run, count: int, alive) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("case", [
-    Case(2, TINY | {"steps": 100_000, "checkpoint": {"every": 0, "asynchronous": True}}),
-    Case(1, CASES["GRPO"].tree | {"steps": 100_000, "checkpoint": {"every": 0}}),
-], ids=["FSDP", "GRPO"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, TINY | {"steps": 100_000, "checkpoint": {"every": 0, "asynchronous": True}}),
+        Case(1, CASES["GRPO"].tree | {"steps": 100_000, "checkpoint": {"every": 0}}),
+    ],
+    ids=["FSDP", "GRPO"],
+)
 def test_sigterm_to_one_rank_stops_all_after_a_step_with_a_checkpoint(tmp_path, case):
     run = Run(case, tmp_path / "stopped")
     ranks = run.start()
@@ -152,12 +161,23 @@ def test_torchrun_restarts_by_itself_after_the_death_of_a_rank(tmp_path):
     case = Case(2, TINY | {"steps": 20, "checkpoint": {"every": 5}})
     run, script = Run(case, tmp_path / "killed"), tmp_path / "waiting.py"
     script.write_text(WAITING)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "--max-restarts",
+        "3",
+    ]
     with run.log.open("w") as log:
         torchrun = subprocess.Popen(
-            [sys.executable, *command, script, "--config", run.file], cwd=ROOT, stderr=log, stdout=log,
+            [sys.executable, *command, script, "--config", run.file],
+            cwd=ROOT,
+            stderr=log,
+            stdout=log,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
     wait_for_lines(run, 6, lambda: torchrun.poll() is None)
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGKILL)

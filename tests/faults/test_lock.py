@@ -30,7 +30,9 @@ def another(tmp_path):
     """A process that has locked tmp_path."""
     words = [sys.executable, "-c", PROGRAM, tmp_path]
     root = Path(__file__).parents[2]
-    process = subprocess.Popen(words, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "in\n"
     yield process
     process.kill()
@@ -39,7 +41,10 @@ def another(tmp_path):
 
 def test_a_second_run_is_kept_out(another, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "PATIENCE", 0.15)
-    with pytest.raises(InputError, match=rf"^process {another.pid} on \S+ is training in out_dir='{tmp_path}' \(wait"):
+    with pytest.raises(
+        InputError,
+        match=rf"^process {another.pid} on \S+ is training in out_dir='{tmp_path}' \(wait",
+    ):
         locked(tmp_path, leads=True).__enter__()
     told = capsys.readouterr().err
     assert told.startswith(f"waiting for process {another.pid} on ") and told.count("\n") == 1
@@ -50,12 +55,18 @@ def test_a_second_run_is_kept_out(another, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("left_over", [{}, {"RANK": "3"}])
 def test_training_is_kept_out(another, tmp_path, monkeypatch, left_over):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for name, value in left_over.items():  # by a batch script; without WORLD_SIZE a run is one process
+    for (
+        name,
+        value,
+    ) in left_over.items():  # by a batch script; without WORLD_SIZE a run is one process
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(lock, "PATIENCE", 0.0)
     with pytest.raises(InputError, match=f"^process {another.pid} on "):
         train(from_dict({"model": "llama3-8b-tiny", "device": "cpu", "out_dir": str(tmp_path)}))
-    assert {path.name for path in tmp_path.rglob("*")} == {".lock", "logs"}  # the other's logs stay its own
+    assert {path.name for path in tmp_path.rglob("*")} == {
+        ".lock",
+        "logs",
+    }  # the other's logs stay its own
 
 
 def test_a_run_that_was_killed_keeps_nobody_out(another, tmp_path, monkeypatch):
@@ -68,19 +79,27 @@ def test_a_run_that_has_ended_keeps_nobody_out(another, tmp_path, monkeypatch, c
     another.communicate()
     monkeypatch.setattr(lock, "PATIENCE", 0.0)
     with locked(tmp_path, leads=True):
-        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+        assert (
+            tmp_path / ".lock"
+        ).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])  # POSIX allows either for a lock that is taken
+@pytest.mark.parametrize(
+    "number", [errno.EAGAIN, errno.EACCES]
+)  # POSIX allows either for a lock that is taken
 def test_both_ways_to_say_that_a_lock_is_taken(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(lock.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(OSError(number, "taken")))
+    monkeypatch.setattr(
+        lock.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(OSError(number, "taken"))
+    )
     monkeypatch.setattr(lock, "PATIENCE", -1.0)
     with pytest.raises(InputError, match="^another process is training in"):
         locked(tmp_path, leads=True).__enter__()
 
 
 def test_where_no_file_can_be_locked_nobody_is_kept_out(another, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    monkeypatch.setattr(
+        lock.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available"))
+    )
     with locked(tmp_path, leads=True):
         pass

@@ -29,7 +29,12 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.run.checkpoint import fingerprint
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint, file_digest
 from minitrain.run.config import load as configs
-from minitrain.run.launch.failures import pending_operation, record_flights, recorded, where_in_collective
+from minitrain.run.launch.failures import (
+    pending_operation,
+    record_flights,
+    recorded,
+    where_in_collective,
+)
 from minitrain.run.launch.same_run import code_digests, difference, flatten_settings
 from minitrain.run.launch.start import set_timeout, start
 from minitrain.run.launch.start import start as launch
@@ -58,24 +63,44 @@ def what_differs(subject: str, folder) -> str:
         tree = TINY | {"optim": {"lr": 0.1 * (1 + rank)}}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as caught:
         if subject == "code":
-            patch.setattr(launch, "code_digests", lambda: {"train.py": "same", "training/loop.py": f"digest {rank}"})
+            patch.setattr(
+                launch,
+                "code_digests",
+                lambda: {"train.py": "same", "training/loop.py": f"digest {rank}"},
+            )
         start(configs.from_dict(tree))
         file = folder / "here" / "a.txt"
         patch.setattr(fingerprint, "find_files", lambda data: [file])
-        patch.setattr(fingerprint, "file_digest", lambda file: f"digest {rank}" if subject in str(file) else "same")
+        patch.setattr(
+            fingerprint,
+            "file_digest",
+            lambda file: f"digest {rank}" if subject in str(file) else "same",
+        )
         config = configs.from_dict(tree | {"data": {"kind": "text", "path": "here"}})
         config.model.path, config.lora = str(folder), Lora(path=str(folder / "lora"))
         agreed_fingerprint(config)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("subject, expected", [
-    ("config", "rank 1 differs from rank 0 in config: optim.lr: 0.2, not 0.1 "),
-    ("code", "rank 1 differs from rank 0 in code: training/loop.py: digest 1, not digest 0 "),
-    ("a.txt", "rank 1 differs from rank 0 in data: FOLDER/here/a.txt: digest 1, not digest 0 "),
-    ("/model.safetensors", "rank 1 differs from rank 0 in model: FOLDER/model.safetensors: digest 1, not digest 0 "),
-    ("adapter", "rank 1 differs from rank 0 in model: FOLDER/lora/adapter_model.safetensors: digest 1, not digest 0 "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "subject, expected",
+    [
+        ("config", "rank 1 differs from rank 0 in config: optim.lr: 0.2, not 0.1 "),
+        ("code", "rank 1 differs from rank 0 in code: training/loop.py: digest 1, not digest 0 "),
+        (
+            "a.txt",
+            "rank 1 differs from rank 0 in data: FOLDER/here/a.txt: digest 1, not digest 0 ",
+        ),
+        (
+            "/model.safetensors",
+            "rank 1 differs from rank 0 in model: FOLDER/model.safetensors: digest 1, not digest 0 ",
+        ),
+        (
+            "adapter",
+            "rank 1 differs from rank 0 in model: FOLDER/lora/adapter_model.safetensors: digest 1, not digest 0 ",
+        ),
+    ],
+)
 def test_ranks_that_differ_all_say_in_what(pool, tmp_path, subject, expected):
     (tmp_path / "model.safetensors").touch()
     assert (
@@ -86,7 +111,12 @@ def test_ranks_that_differ_all_say_in_what(pool, tmp_path, subject, expected):
 
 def what_is_said():
     rank = dist.get_rank()
-    return broadcast_flag(rank == 0), broadcast_flag(rank == 1), broadcast(rank, source=1), gather(rank)
+    return (
+        broadcast_flag(rank == 0),
+        broadcast_flag(rank == 1),
+        broadcast(rank, source=1),
+        gather(rank),
+    )
 
 
 def test_all_hear_the_one_who_speaks(pool):
@@ -103,7 +133,11 @@ def test_digests_see_size_ends_and_all_of_small_files(tmp_path, size):
     file = tmp_path / "file"
     content = bytearray(os.urandom(size))
     digests = set()
-    places = range(0, size, max(1, size // 50)) if size <= 4096 * 16 else [0, 4095, size - 4096, size - 1]
+    places = (
+        range(0, size, max(1, size // 50))
+        if size <= 4096 * 16
+        else [0, 4095, size - 4096, size - 1]
+    )
     for i in [None, *places]:
         if i is not None:
             content[i] ^= 1
@@ -126,26 +160,36 @@ def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys,
     before = text.read_text()
     text.write_text(before.replace("line 9 ", "line 8 "))
     what_ran = (tmp_path / "out/config.yaml").read_text()
-    with pytest.raises(InputError, match=r"^\S+/text.txt has changed since the run began: it cannot continue"):
+    with pytest.raises(
+        InputError, match=r"^\S+/text.txt has changed since the run began: it cannot continue"
+    ):
         run([], steps=4)
     assert (tmp_path / "out/config.yaml").read_text() == what_ran
     text.write_text(before)
     monkeypatch.setattr(fingerprint, "code_digests", lambda: {"train.py": "another"})
     capsys.readouterr()
     assert len(lines(run([], steps=4))) == 4
-    assert "warning: the run continues with other code than before: __init__.py and" in capsys.readouterr().out
+    assert (
+        "warning: the run continues with other code than before: __init__.py and"
+        in capsys.readouterr().out
+    )
     other = tmp_path / "other.txt"
     other.write_text(before)
     run([], steps=6, data={"kind": "text", "path": str(other)})  # on purpose
     told = capsys.readouterr().out
-    assert f'data.path="{other}" (was "{text}"), steps=6 (was 4)\n' in told and "other code" not in told
+    assert (
+        f'data.path="{other}" (was "{text}"), steps=6 (was 4)\n' in told
+        and "other code" not in told
+    )
 
 
 def test_a_run_that_begins_anew_takes_whatever_data_there_is(run, tmp_path, capsys):  # noqa: F811
     """As after an end before the first checkpoint."""
     shutil.rmtree(run([], steps=2) / "checkpoints")
     (tmp_path / "text.txt").write_text("other lines of text\n" * 100)
-    assert len(lines(run([], steps=3, seed=1))) == 3 and "continues" not in capsys.readouterr().out
+    assert (
+        len(lines(run([], steps=3, seed=1))) == 3 and "continues" not in capsys.readouterr().out
+    )
 
 
 def test_a_run_whose_folder_was_renamed_continues(run, tmp_path, capsys):  # noqa: F811
@@ -154,12 +198,17 @@ def test_a_run_whose_folder_was_renamed_continues(run, tmp_path, capsys):  # noq
     assert "continues" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("files, told", [
-    ({"a": 1, "b": 2}, None), ({"a": 1}, "b is gone since the run began"),
-    ({"a": 1, "b": 2, "c": 3}, "c is new since the run began"), ({"a": 1, "b": 0}, "b has changed since the run began"),
-    ({"a": 1, "c": 2}, "b is gone since the run began (2 files differ)"),  # a new name
-    ({"a": 0, "b": 0, "c": 0}, "a has changed since the run began (3 files differ)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "files, told",
+    [
+        ({"a": 1, "b": 2}, None),
+        ({"a": 1}, "b is gone since the run began"),
+        ({"a": 1, "b": 2, "c": 3}, "c is new since the run began"),
+        ({"a": 1, "b": 0}, "b has changed since the run began"),
+        ({"a": 1, "c": 2}, "b is gone since the run began (2 files differ)"),  # a new name
+        ({"a": 0, "b": 0, "c": 0}, "a has changed since the run began (3 files differ)"),
+    ],
+)
 def test_what_changed_in_the_data(files, told):
     before, now = ({"settings": {}, "files": each} for each in ({"a": 1, "b": 2}, files))
     message = fingerprint.data_change(before, now)
@@ -174,13 +223,19 @@ def test_other_data_on_purpose(setting):
 
 def test_nor_with_a_tokenizer_that_has(run, tmp_path):  # noqa: F811
     ByteTokenizer().save(tmp_path / "bytes")
-    data = {"kind": "text", "path": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path / "bytes")}
+    data = {
+        "kind": "text",
+        "path": str(tmp_path / "text.txt"),
+        "tokenizer": str(tmp_path / "bytes"),
+    }
     run([], steps=2, data=data)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         file = tmp_path / "bytes" / name
         text = file.read_text()
         file.write_text(text + "\n")
-        with pytest.raises(InputError, match=rf"bytes/{name} has changed since the run began: it cannot continue"):
+        with pytest.raises(
+            InputError, match=rf"bytes/{name} has changed since the run began: it cannot continue"
+        ):
             run([], steps=4, data=data)
         file.write_text(text)
     run([], steps=4, data=data | {"tokenizer": "bytes"})  # on purpose
@@ -189,7 +244,11 @@ def test_nor_with_a_tokenizer_that_has(run, tmp_path):  # noqa: F811
 def test_a_run_whose_fingerprint_lacks_the_tokenizer_goes_on(run, tmp_path):  # noqa: F811
     """As earlier versions wrote it."""
     ByteTokenizer().save(tmp_path / "bytes")
-    data = {"kind": "text", "path": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path / "bytes")}
+    data = {
+        "kind": "text",
+        "path": str(tmp_path / "text.txt"),
+        "tokenizer": str(tmp_path / "bytes"),
+    }
     run([], steps=2, data=data)
     [file] = tmp_path.glob("*/fingerprint.json")
     stored = json.loads(file.read_text())
@@ -201,7 +260,10 @@ def test_a_run_whose_fingerprint_lacks_the_tokenizer_goes_on(run, tmp_path):  # 
 
 def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # noqa: F811
     run([], steps=2)
-    note, warning = "note: the run continues with other settings than before: ", "warning: rows that were seen may come"
+    note, warning = (
+        "note: the run continues with other settings than before: ",
+        "warning: rows that were seen may come",
+    )
     for change, other, rows_too in [
         ({}, "", False),
         ({"optim": {"lr": 0.1}}, "optim.lr=0.1 (was 0.0003)", False),
@@ -211,19 +273,34 @@ def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # no
         capsys.readouterr()
         run([], steps=2, **change)
         told = capsys.readouterr().out.splitlines()
-        assert [line for line in told if line.startswith(note)] == ([note + other] if other else [])
+        assert [line for line in told if line.startswith(note)] == (
+            [note + other] if other else []
+        )
         assert any(line.startswith(warning) for line in told) == rows_too
 
 
-@pytest.mark.parametrize("kind, change, chosen", [
-    ("text", {"batch": {"micro": 2}}, False),
-    ("latents", {"batch": {"micro": 2}}, True),  # buckets are visited in groups of so many videos
-    ("text", {"task": "grpo"}, True),
-    ("text", {"data": {"validation": 0.5}}, True),
-    ("mock", {"grpo": {"prompts": 4}}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, change, chosen",
+    [
+        ("text", {"batch": {"micro": 2}}, False),
+        (
+            "latents",
+            {"batch": {"micro": 2}},
+            True,
+        ),  # buckets are visited in groups of so many videos
+        ("text", {"task": "grpo"}, True),
+        ("text", {"data": {"validation": 0.5}}, True),
+        ("mock", {"grpo": {"prompts": 4}}, True),
+    ],
+)
 def test_settings_that_choose_rows(kind, change, chosen):
-    tree = {"data.kind": kind, "batch.micro": 1, "task": "pretrain", "grpo.prompts": 2, "optim.lr": 1.0}
+    tree = {
+        "data.kind": kind,
+        "batch.micro": 1,
+        "task": "pretrain",
+        "grpo.prompts": 2,
+        "optim.lr": 1.0,
+    }
     before, now = {"settings": tree}, {"settings": tree | flatten_settings(change)}
     note, *warning = fingerprint.other_settings(before, now)
     assert note.startswith("note") and bool(warning) == chosen
@@ -244,7 +321,9 @@ def wait_in_vain(folder):
         meshes = start(config)
         if dist.get_rank() == 1:
             time.sleep(1000)
-        parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(2), meshes.parameters["dp_shard"], [Shard(0)]))
+        parameter = torch.nn.Parameter(
+            DTensor.from_local(torch.ones(2), meshes.parameters["dp_shard"], [Shard(0)])
+        )
         parameter.grad = parameter.detach()
         clip_gradients([parameter], 1.0)
 
@@ -258,31 +337,49 @@ def test_a_collective_that_waits_in_vain_is_one_line(tmp_path):
     assert line.startswith(begin) and end in line
     assert line.removeprefix(begin).split(end)[0] == "all_reduce in total_norm"
     log = (tmp_path / "logs/rank-0.log").read_text()
-    assert "Traceback" in log and "clip_gradients" in log and not (tmp_path / "logs/rank-1.log").exists()
+    assert (
+        "Traceback" in log
+        and "clip_gradients" in log
+        and not (tmp_path / "logs/rank-1.log").exists()
+    )
 
 
 def test_of_a_sum_over_ranks_the_caller_is_named():
     """A step's first collective, in which the others wait for a rank that hangs in its data."""
     meshes = SimpleNamespace(loss=SimpleNamespace(size=lambda: 2, get_group=lambda: None))
-    with patch("torch.distributed.all_reduce", side_effect=RuntimeError), pytest.raises(RuntimeError) as caught:
+    with (
+        patch("torch.distributed.all_reduce", side_effect=RuntimeError),
+        pytest.raises(RuntimeError) as caught,
+    ):
         global_count(LanguageModeling(), [], meshes, torch.device("cpu"))
     assert " in global_count (training/loop.py:" in where_in_collective(caught.value)
 
 
-@pytest.mark.parametrize("entries, operation", [
-    ([(True, "gloo:broadcast"), (False, "gloo:all_reduce"), (False, "gloo:barrier")], "all_reduce"),  # the oldest
-    ([(True, "gloo:broadcast"), (True, "gloo:all_gather")], "all_gather"),
-    ([], "a collective"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "entries, operation",
+    [
+        (
+            [(True, "gloo:broadcast"), (False, "gloo:all_reduce"), (False, "gloo:barrier")],
+            "all_reduce",
+        ),  # the oldest
+        ([(True, "gloo:broadcast"), (True, "gloo:all_gather")], "all_gather"),
+        ([], "a collective"),
+    ],
+)
 def test_the_operation_that_has_not_ended_is_named_or_the_last(entries, operation):
-    record = json.dumps({"entries": [{"retired": ended, "profiling_name": name} for ended, name in entries]})
+    record = json.dumps(
+        {"entries": [{"retired": ended, "profiling_name": name} for ended, name in entries]}
+    )
     with patch("torch._C._distributed_c10d._dump_fr_trace_json", lambda: record):
         assert pending_operation() == operation
 
 
 def test_what_the_user_says_of_flight_records_stays(tmp_path, monkeypatch):
     names = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"
-    for given, expected in (([], ["1", f"{tmp_path}/logs/nccl-rank-"]), (["0", "here"], ["0", "here"])):
+    for given, expected in (
+        ([], ["1", f"{tmp_path}/logs/nccl-rank-"]),
+        (["0", "here"], ["0", "here"]),
+    ):
         monkeypatch.setattr(os, "environ", dict(zip(names, given, strict=False)))
         record_flights(tmp_path)
         assert [os.environ[name] for name in names] == expected and (tmp_path / "logs").is_dir()
@@ -306,7 +403,9 @@ def train_with_a_reward_that_hangs(folder):
         begin_to_lose_patience.append(lambda: set_timeout(seconds, groups))
 
     new_group = dist.new_group
-    dist.new_group = lambda *args, timeout, **options: patient(new_group(*args, **options), timeout)
+    dist.new_group = lambda *args, timeout, **options: patient(
+        new_group(*args, **options), timeout
+    )
 
     def patient(group, timeout):
         if isinstance(group, dist.ProcessGroup):
@@ -315,7 +414,9 @@ def train_with_a_reward_that_hangs(folder):
 
     launch.set_timeout = loop.set_timeout = later
     reward = GRPO["grpo"] | {"reward": "tests.faults.test_observability:hang_on_rank_1"}
-    train_model.train(configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)}))
+    train_model.train(
+        configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)})
+    )
 
 
 def test_nobody_waits_longer_for_a_reward_that_hangs(tmp_path):
@@ -372,7 +473,9 @@ def test_nobody_loses_patience_with_the_rank_that_writes_the_model(tmp_path, pp)
 
 def die_in_step_4(folder):
     update = Trainer.update
-    Trainer.update = lambda trainer, batches, step: os._exit(7) if step == 3 else update(trainer, batches, step)
+    Trainer.update = lambda trainer, batches, step: (
+        os._exit(7) if step == 3 else update(trainer, batches, step)
+    )
     train_model.train(configs.from_dict(TINY | {"out_dir": str(folder)}))
 
 
@@ -402,12 +505,18 @@ def test_an_error_has_a_line_of_its_own_below_the_progress_bar(tmp_path, world):
     ranks = Ranks(world, tmp_path / "log", fail_in_step_4, tmp_path / "out")
     assert ranks.wait(LIMIT) and ranks.codes() == [2] * world
     found = ranks.log.read_bytes().decode().split("\n")  # at no \r
-    assert any("/6 |" in line for line in found) and found.count("error: this was wrong") == 1, found
+    assert any("/6 |" in line for line in found) and found.count("error: this was wrong") == 1, (
+        found
+    )
     assert world == 2 or found[-2:] == ["error: this was wrong", ""]
 
 
-@pytest.mark.parametrize("tree", [TINY | {"steps": 4}, GRPO | {"steps": 2}], ids=["rows", "policy"])
-def test_a_checkpoint_is_there_only_with_the_numbers_of_the_steps_before_it(tmp_path, monkeypatch, tree):
+@pytest.mark.parametrize(
+    "tree", [TINY | {"steps": 4}, GRPO | {"steps": 2}], ids=["rows", "policy"]
+)
+def test_a_checkpoint_is_there_only_with_the_numbers_of_the_steps_before_it(
+    tmp_path, monkeypatch, tree
+):
     """After a power cut: what the disk has of metrics.jsonl when each checkpoint gets its name."""
     fsync, replace, synced, found = os.fsync, Path.replace, [0], []
 
@@ -423,21 +532,31 @@ def test_a_checkpoint_is_there_only_with_the_numbers_of_the_steps_before_it(tmp_
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", note_replace)
-    train_model.train(configs.from_dict(tree | {"out_dir": str(tmp_path), "checkpoint": {"every": 2}}))
+    train_model.train(
+        configs.from_dict(tree | {"out_dir": str(tmp_path), "checkpoint": {"every": 2}})
+    )
     assert found == [(step, step - 1) for step in range(2, tree["steps"] + 1, 2)]
 
 
-@pytest.mark.parametrize("change, kept, told", [
-    (lambda text: text.replace(b"\n", b"\r\n\n", 1), [1, 2], ""),
-    (lambda text: b"\xef\xbb\xbf" + text.replace(b'"lr"', b'"x": [NaN], "lr"', 1), [1, 2], ""),
-    (lambda text: text.replace(b'"skipped": 0, ', b"", 1), [1, 2], ""),
-    (lambda text: b"a remark\n3\n{}\n" + text, [1, 2], "are gone: 3"),
-    (lambda text: b'{"step": true}\n' + b"[" * 100_000 + b"\n" + text, [1, 2], "are gone: 2"),
-    (lambda text: text.replace(b'"step": 1', b'"step": "one"'), [2], "are gone: 1"),
-    (lambda text: b"caf\xe9\n" + text, [1, 2], "are gone: 1"),
-    (lambda text: text[:-9], [1, 2], "are gone: 1"),  # the checkpoint knows the last one too
-    (lambda text: b"", [2], ""),
-], ids=["blank", "mark", "less", "others", "hostile", "step", "encoding", "cut", "empty"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, kept, told",
+    [
+        (lambda text: text.replace(b"\n", b"\r\n\n", 1), [1, 2], ""),
+        (
+            lambda text: b"\xef\xbb\xbf" + text.replace(b'"lr"', b'"x": [NaN], "lr"', 1),
+            [1, 2],
+            "",
+        ),
+        (lambda text: text.replace(b'"skipped": 0, ', b"", 1), [1, 2], ""),
+        (lambda text: b"a remark\n3\n{}\n" + text, [1, 2], "are gone: 3"),
+        (lambda text: b'{"step": true}\n' + b"[" * 100_000 + b"\n" + text, [1, 2], "are gone: 2"),
+        (lambda text: text.replace(b'"step": 1', b'"step": "one"'), [2], "are gone: 1"),
+        (lambda text: b"caf\xe9\n" + text, [1, 2], "are gone: 1"),
+        (lambda text: text[:-9], [1, 2], "are gone: 1"),  # the checkpoint knows the last one too
+        (lambda text: b"", [2], ""),
+    ],
+    ids=["blank", "mark", "less", "others", "hostile", "step", "encoding", "cut", "empty"],
+)
 def test_numbers_edited_by_hand(run, capsys, change, kept, told):  # noqa: F811
     file = run([], steps=2) / "metrics.jsonl"
     before = lines(file.parent)
@@ -458,7 +577,10 @@ def test_numbers_edited_by_hand(run, capsys, change, kept, told):  # noqa: F811
 def test_the_trace_has_the_steps_asked_for(run, steps):  # noqa: F811
     out = run([], profile={"steps": steps})
     events = json.loads((out / "profile/rank-0.json").read_text())["traceEvents"]
-    assert sum(event["name"].startswith("Optimizer.step") for event in events) == steps[1] - steps[0] + 1
+    assert (
+        sum(event["name"].startswith("Optimizer.step") for event in events)
+        == steps[1] - steps[0] + 1
+    )
     assert [path.name for path in (out / "profile").iterdir()] == ["rank-0.json"]
 
 
@@ -474,15 +596,25 @@ def test_traces_of_ranks_that_are_no_more_go_with_the_next_recording(run):  # no
 
 def test_a_policy_is_recorded_and_watched_too(tmp_path):
     grpo = {"prompts": 2, "group": 4, "mock_digits": 1}
-    tree = GRPO | {"grpo": grpo, "steps": 2, "out_dir": str(tmp_path), "profile": {"steps": [2, 2]}}
+    tree = GRPO | {
+        "grpo": grpo,
+        "steps": 2,
+        "out_dir": str(tmp_path),
+        "profile": {"steps": [2, 2]},
+    }
     train_model.train(configs.from_dict(tree))
     assert [line["skipped"] for line in lines(tmp_path)] == [0, 0]
-    names = [event["name"] for event in json.loads((tmp_path / "profile/rank-0.json").read_text())["traceEvents"]]
+    names = [
+        event["name"]
+        for event in json.loads((tmp_path / "profile/rank-0.json").read_text())["traceEvents"]
+    ]
     assert any("attention" in name for name in names)
 
 
 def test_memory_is_recorded_on_gpus_only(run):  # noqa: F811
-    with pytest.raises(InputError, match="^profile.memory=true records the memory of a GPU, and this"):
+    with pytest.raises(
+        InputError, match="^profile.memory=true records the memory of a GPU, and this"
+    ):
         run([], profile={"memory": True})
 
 
@@ -508,7 +640,8 @@ def test_what_is_recorded_in_which_of_four_steps(tmp_path, monkeypatch, done, st
     list(recorded_steps(numbers(), Profile(steps=steps, memory=True), tmp_path, done))
     first, last = steps or (5, 5)
     assert recorded == [] and found == [
-        (step, *["memory"] * (step <= last), *["operations"] * (first <= step <= last)) for step in range(done + 1, 5)
+        (step, *["memory"] * (step <= last), *["operations"] * (first <= step <= last))
+        for step in range(done + 1, 5)
     ]
 
 
@@ -520,7 +653,11 @@ def test_a_failure_leaves_what_was_recorded(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("too little")
 
     calls = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **settings: calls.append(list(settings)))
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda **settings: calls.append(list(settings)),
+    )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
     with pytest.raises(torch.OutOfMemoryError):
         list(recorded_steps(steps(), Profile(memory=True, steps=[1, 2]), tmp_path, done=0))
@@ -544,20 +681,32 @@ def test_tensorboard_gets_all_numbers_in_groups_and_config_and_pictures(run, mon
     class Writer:
         def __init__(self, folder, purge_step):
             told.append((folder, purge_step))
-            self.add_scalar, self.close = lambda *scalar: shown.append(scalar), lambda: told.append("closed")
+            self.add_scalar, self.close = (
+                lambda *scalar: shown.append(scalar),
+                lambda: told.append("closed"),
+            )
             self.add_text = lambda *text: texts.append(text)
             self.add_image = lambda *image, dataformats: images.append((*image, dataformats))
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer)
+    )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     out = run([2], metrics={"tensorboard": True})
     assert told == [(str(out / "tensorboard"), 1), "closed"] and not images
     groups = {
         "val": {"val_loss", "val_bits_per_byte"},
-        "perf": {"step_time_s", "tokens_per_sec", "tokens_per_sec_per_gpu", "tflops_per_gpu", "mfu", "peak_memory_gib",
-                 "wall_time_s"},
+        "perf": {
+            "step_time_s",
+            "tokens_per_sec",
+            "tokens_per_sec_per_gpu",
+            "tflops_per_gpu",
+            "mfu",
+            "peak_memory_gib",
+            "wall_time_s",
+        },
         "train": {"loss", "grad_norm", "lr", "tokens", "skipped"},
-    }  # fmt: skip
+    }
     for line in lines(out):
         assert line.keys() - {"step", "batch"} <= set().union(*groups.values())
         for group, names in groups.items():
@@ -566,16 +715,18 @@ def test_tensorboard_gets_all_numbers_in_groups_and_config_and_pictures(run, mon
                 assert (place, line[name], line["step"]) in shown or line[name] is None
     assert all(name.split("/")[0] in groups for name, *_ in shown)
     [(title, text, step)] = texts
-    assert (title, step) == ("config", 0) and text.replace("    ", "") == (out / "config.yaml").read_text().replace(
-        "    ", ""
-    )
+    assert (title, step) == ("config", 0) and text.replace("    ", "") == (
+        out / "config.yaml"
+    ).read_text().replace("    ", "")
     with monkeypatch.context() as without_pillow:
         without_pillow.setitem(sys.modules, "PIL", None)
         Board(out, 5).close()  # a run without pictures needs none
     write_png(out / "after.png", np.full((2, 3, 3), 7, np.uint8))
     Board(out, 5).close()
     [(name, pixels, step, layout)] = images
-    assert (name, step, layout, pixels.shape) == ("after", 5, "HWC", (2, 3, 3)) and (pixels == 7).all()
+    assert (name, step, layout, pixels.shape) == ("after", 5, "HWC", (2, 3, 3)) and (
+        pixels == 7
+    ).all()
 
 
 noted = []
@@ -592,37 +743,62 @@ def test_a_logger_of_ones_own_gets_each_steps_numbers_and_ends_no_run(run, capsy
     out = run([], metrics={"logger": "tests.faults.test_observability:note_numbers"})
     steps = [json.loads(json.dumps(numbers)) for numbers in noted]
     assert steps == lines(out)[:3] and len(lines(out)) == 6
-    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: a logger failed")]
-    assert warned == ["warning: a logger failed at step 3, and is called no more: OSError('no network')"]
+    warned = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("warning: a logger failed")
+    ]
+    assert warned == [
+        "warning: a logger failed at step 3, and is called no more: OSError('no network')"
+    ]
 
 
-@pytest.mark.parametrize("name, problem", [
-    ("print", "metrics.logger='print' is not package.module:function"),
-    ("no.such:log", "metrics.logger='no.such:log' cannot be imported: "),
-    ("tests.faults.test_observability:run", r"metrics.logger=.* must take \(numbers\): "),
-    ("tests.faults.test_observability:noted", "metrics.logger=.* is a list, not a function"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("print", "metrics.logger='print' is not package.module:function"),
+        ("no.such:log", "metrics.logger='no.such:log' cannot be imported: "),
+        ("tests.faults.test_observability:run", r"metrics.logger=.* must take \(numbers\): "),
+        ("tests.faults.test_observability:noted", "metrics.logger=.* is a list, not a function"),
+    ],
+)
 def test_a_logger_that_is_none(run, name, problem):  # noqa: F811
     with pytest.raises(InputError, match=f"^{problem}"):
         run([], metrics={"logger": name})
 
 
 def test_numbers_that_json_has_not_are_null():
-    numbers = {"step": 1, "loss": math.inf, "grad_norm": -math.inf, "val_loss": math.nan, "lr": 0.1}
+    numbers = {
+        "step": 1,
+        "loss": math.inf,
+        "grad_norm": -math.inf,
+        "val_loss": math.nan,
+        "lr": 0.1,
+    }
     assert json.loads(to_line(numbers)) == dict.fromkeys(numbers) | {"step": 1, "lr": 0.1}
 
 
-@pytest.mark.parametrize("tree, message", [
-    ({"metrics": {"tensorboard": True}}, "metrics.tensorboard=true needs the package tensorboard"),
-    ({"optim": {"max_skipped": 0}}, "optim.max_skipped=0 must be at least 1"),
-    ({"timeout_s": 0.0}, "timeout_s=0.0 must be at least 1"),
-    ({"timeout_s": 1e30}, "timeout_s=1e.30 must be at most 1,000,000"),
-    ({"metrics": {"spike": -1.0}}, "metrics.spike=-1.0 must be at least 0"),
-    ({"profile": {"steps": [2]}}, r"profile.steps=\[2\] must be the first and last step to record, of 1 to steps=6"),
-    ({"profile": {"steps": [3, 2]}}, r"profile.steps=\[3, 2\] must be"),
-    ({"profile": {"steps": [0, 2]}}, r"profile.steps=\[0, 2\] must be"),
-    ({"profile": {"steps": [1, 7]}}, r"profile.steps=\[1, 7\] must be"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        (
+            {"metrics": {"tensorboard": True}},
+            "metrics.tensorboard=true needs the package tensorboard",
+        ),
+        ({"optim": {"max_skipped": 0}}, "optim.max_skipped=0 must be at least 1"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0 must be at least 1"),
+        ({"timeout_s": 1e30}, "timeout_s=1e.30 must be at most 1,000,000"),
+        ({"metrics": {"spike": -1.0}}, "metrics.spike=-1.0 must be at least 0"),
+        (
+            {"profile": {"steps": [2]}},
+            r"profile.steps=\[2\] must be the first and last step to record, of 1 to steps=6",
+        ),
+        ({"profile": {"steps": [3, 2]}}, r"profile.steps=\[3, 2\] must be"),
+        ({"profile": {"steps": [0, 2]}}, r"profile.steps=\[0, 2\] must be"),
+        ({"profile": {"steps": [1, 7]}}, r"profile.steps=\[1, 7\] must be"),
+    ],
+    ids=str,
+)
 def test_settings_that_cannot_be(tree, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=f"^{message}"):
@@ -630,4 +806,6 @@ def test_settings_that_cannot_be(tree, message, monkeypatch):
 
 
 def test_ranks_that_differ_in_a_null():
-    assert difference(1, {"a": 1}, {"a": 1, "b": None}).startswith("rank 1 differs from rank 0 in b: None, not nothing")
+    assert difference(1, {"a": 1}, {"a": 1, "b": None}).startswith(
+        "rank 1 differs from rank 0 in b: None, not nothing"
+    )

@@ -31,11 +31,19 @@ class Client:
     """Sends `requests` random requests to a sampler of `model`, at most for so many seconds, and keeps the books."""
 
     def __init__(self, model, requests: int, seconds: float, seed: int):
-        self.rng, self.requests, self.end = random.Random(seed), requests, time.monotonic() + seconds
+        self.rng, self.requests, self.end = (
+            random.Random(seed),
+            requests,
+            time.monotonic() + seconds,
+        )
         self.model, self.sampler = model, Sampler(model, settings=SMALL)
         self.roomy = Sampler(model, settings=Rollout(slots=8, page_size=4, pages=200))
-        begin = prompts_of((24, 18), seed)  # what prompts have in common, so that pages are found again
-        self.prompts = [tokens[:length] for tokens in begin for length in (1, 4, 5, 11, 16, len(tokens))]
+        begin = prompts_of(
+            (24, 18), seed
+        )  # what prompts have in common, so that pages are found again
+        self.prompts = [
+            tokens[:length] for tokens in begin for length in (1, 4, 5, 11, 16, len(tokens))
+        ]
         self.asked: list[tuple] = []  # (prompt, params, number, its samples)
         self.got = collections.defaultdict(list)  # by sample: what `step` said it produced
         self.cancelled, self.ended = set(), set()
@@ -47,7 +55,12 @@ class Client:
             if late and not self.sampler.busy:
                 break
             waiting = len(self.sampler.scheduler.waiting) if self.sampler.busy else 0
-            if not late and len(self.asked) < self.requests and waiting < 10 and self.rng.random() < 0.4:
+            if (
+                not late
+                and len(self.asked) < self.requests
+                and waiting < 10
+                and self.rng.random() < 0.4
+            ):
                 self.submit()
             if self.asked and self.rng.random() < 0.1:
                 self.cancel()
@@ -57,10 +70,16 @@ class Client:
     def submit(self) -> None:
         rng, prompt, number = self.rng, self.rng.choice(self.prompts), self.rng.randrange(3)
         if rng.random() < 0.05:
-            with pytest.raises(InputError, match="needs .* pages of 4 tokens, and the pool has 14"):
+            with pytest.raises(
+                InputError, match="needs .* pages of 4 tokens, and the pool has 14"
+            ):
                 self.sampler.submit(prompt, LARGE)
             self.refused += 1
-        params = SamplingParams(rng.choice([0, 0, 0.9]), max_tokens=rng.randint(1, LONGEST), n=rng.choice([1, 1, 2, 4]))
+        params = SamplingParams(
+            rng.choice([0, 0, 0.9]),
+            max_tokens=rng.randint(1, LONGEST),
+            n=rng.choice([1, 1, 2, 4]),
+        )
         self.asked.append((prompt, params, number, self.sampler.submit(prompt, params, number)))
 
     def cancel(self) -> None:
@@ -77,25 +96,39 @@ class Client:
             self.got[sample] += tokens
             self.ended.update([sample] if sample.finish_reason else [])
         scheduler = self.sampler.scheduler
-        check_books(scheduler.pages, [each.pages for each in (*scheduler.resident, *scheduler.running)])
+        check_books(
+            scheduler.pages, [each.pages for each in (*scheduler.resident, *scheduler.running)]
+        )
 
     def check(self) -> None:
         scheduler = self.sampler.scheduler
-        assert scheduler.pages.available == SMALL.pages and sorted(scheduler.slots) == list(range(SMALL.slots + 1))
+        assert scheduler.pages.available == SMALL.pages and sorted(scheduler.slots) == list(
+            range(SMALL.slots + 1)
+        )
         for prompt, params, number, samples in self.asked:
             for i, sample in enumerate(samples):
-                expected = self.reference(tuple(prompt), params.temperature, number, i)[: params.max_tokens]
+                expected = self.reference(tuple(prompt), params.temperature, number, i)[
+                    : params.max_tokens
+                ]
                 whole = sample not in self.cancelled
                 assert sample.finish_reason == ("length" if whole else "cancelled")
-                assert sample.produced == self.got[sample] == (expected if whole else expected[: len(sample.produced)])
+                assert (
+                    sample.produced
+                    == self.got[sample]
+                    == (expected if whole else expected[: len(sample.produced)])
+                )
                 assert len(sample.logprobs) == len(sample.produced)
 
     @functools.cache  # noqa: B019
-    def reference(self, prompt: tuple[int, ...], temperature: float, number: int, i: int) -> list[int]:
+    def reference(
+        self, prompt: tuple[int, ...], temperature: float, number: int, i: int
+    ) -> list[int]:
         """The tokens that the i-th sample of a request must get, whatever else goes on."""
         if not temperature:
             return self.greedy(prompt)
-        samples = self.roomy.submit(prompt, SamplingParams(temperature, max_tokens=LONGEST, n=i + 1), number)
+        samples = self.roomy.submit(
+            prompt, SamplingParams(temperature, max_tokens=LONGEST, n=i + 1), number
+        )
         while self.roomy.busy:
             self.roomy.step()
         return samples[i].produced
@@ -121,7 +154,9 @@ def test_under_load(name):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--model", default="qwen3-32b")

@@ -23,7 +23,9 @@ from tests.helpers.processes import LIMIT, start_server
 LONG = Case(1, TINY | {"steps": 100_000, "checkpoint": {"every": 0}})
 
 
-def train_on_terminal(file: Path, terminal: str, ignored: list[int], environment: dict[str, str]) -> None:
+def train_on_terminal(
+    file: Path, terminal: str, ignored: list[int], environment: dict[str, str]
+) -> None:
     """Train as the first program of a session on this terminal, as ssh starts a shell."""
     os.environ.clear()  # the server has that of the test which it was started in
     os.environ.update(environment)
@@ -52,7 +54,9 @@ class OnTerminal:
     def __init__(self, file: Path, *ignored: int):
         start_server()
         self.master, terminal = os.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))  # for the progress bar
+        fcntl.ioctl(
+            terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0)
+        )  # for the progress bar
         self.seen = ""
         arguments = (file, os.ttyname(terminal), list(ignored), dict(os.environ))
         self.process = SERVER.Process(target=train_on_terminal, args=arguments)
@@ -104,8 +108,12 @@ def test_control_c_stops_after_the_step_with_a_checkpoint(tmp_path):
     shown.wait_for(r"\b[3-9]\d*/100000 ")
     shown.type("\x03")
     assert shown.end() == 0
-    assert "SIGINT: the run stops after this step, with a checkpoint (again: at once)" in shown.seen
-    assert re.search(r"SIGINT: stopped after step \d+, .* from which the same command continues", shown.seen)
+    assert (
+        "SIGINT: the run stops after this step, with a checkpoint (again: at once)" in shown.seen
+    )
+    assert re.search(
+        r"SIGINT: stopped after step \d+, .* from which the same command continues", shown.seen
+    )
     continues_undisturbed(run, tmp_path)
 
 
@@ -150,7 +158,10 @@ def test_under_nohup_a_run_goes_on_though_its_terminal_has_gone(tmp_path):
 
 def test_checkpoints_by_time(tmp_path):
     """Every step lasts longer than 1e-6 minutes."""
-    by_time = Run(Case(1, TINY | {"steps": 5, "checkpoint": {"minutes": 1e-6, "keep": 9}}), tmp_path / "by time")
+    by_time = Run(
+        Case(1, TINY | {"steps": 5, "checkpoint": {"minutes": 1e-6, "keep": 9}}),
+        tmp_path / "by time",
+    )
     by_time.finish(by_time.start())
     assert len(list((by_time.out / "checkpoints").iterdir())) == 5
     never = Run(Case(1, TINY | {"steps": 5, "checkpoint": {"minutes": 0}}), tmp_path / "never")
@@ -165,13 +176,18 @@ def test_the_numbers_of_a_run_without_a_checkpoint_are_kept(tmp_path):
     for start in (1, 2):
         for file in (run.out / "checkpoints").iterdir():
             file.rename(tmp_path / f"{file.name}-{start}")
-        (run.out / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": float(start)}) + "\n")
+        (run.out / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "loss": float(start)}) + "\n"
+        )
         assert run.finish(run.start()) == first
         kept = run.out / f"metrics-{start}.jsonl"
         assert json.loads(kept.read_text()) == {"step": 1, "loss": start}
         said = run.log.read_text()
         assert f"its metrics.jsonl is now {kept}" in said
-    assert said.count(f"note: the result of this run will replace model.safetensors in {run.out}") == 2
+    assert (
+        said.count(f"note: the result of this run will replace model.safetensors in {run.out}")
+        == 2
+    )
 
 
 @pytest.mark.parametrize("task", ["pretrain", "diffusion"])

@@ -113,9 +113,14 @@ def errors(log):
     return [line for line in log.read_text().splitlines() if line]
 
 
-@pytest.mark.parametrize(("victim", "function", "told"), [
-    (0, hang, "killed"), (1, hang, "killed"), (2, on_nccl, "killed, gave up waiting (see out_dir/logs/nccl-rank-*)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("victim", "function", "told"),
+    [
+        (0, hang, "killed"),
+        (1, hang, "killed"),
+        (2, on_nccl, "killed, gave up waiting (see out_dir/logs/nccl-rank-*)"),
+    ],
+)
 def test_the_death_of_a_rank_ends_all(tmp_path, victim, function, told):
     ranks = Ranks(3, tmp_path / "log", function, tmp_path, victim)
     while len(list(tmp_path.iterdir())) < 4:
@@ -142,7 +147,9 @@ def test_a_mistake_is_told_once_however_slow_a_rank_is(tmp_path, function):
     ranks = Ranks(3, tmp_path / "log", function)
     assert ranks.wait(LIMIT) and ranks.codes() == [2, 2, 2]
     # torch itself tells of a store that has gone
-    assert [line for line in errors(tmp_path / "log") if "error: " in line] == ["error: this was wrong"]
+    assert [line for line in errors(tmp_path / "log") if "error: " in line] == [
+        "error: this was wrong"
+    ]
 
 
 def test_a_good_end_is_silent(tmp_path):

@@ -24,9 +24,19 @@ from tests.helpers.hf_models import (
     reload,
 )
 
-FP8_SETTINGS = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
-MXFP4_SETTINGS = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
-NOT_FP8 = ("norm.weight", "gate.weight", "embed_tokens.weight", "lm_head.weight", "e_score_correction_bias")
+FP8_SETTINGS = dict(
+    activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]
+)
+MXFP4_SETTINGS = dict(
+    quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"]
+)
+NOT_FP8 = (
+    "norm.weight",
+    "gate.weight",
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "e_score_correction_bias",
+)
 
 
 def to_fp8(weight):
@@ -47,7 +57,13 @@ def to_fp8(weight):
 @pytest.fixture
 def fp8(tmp_path):
     """Folders of the same DeepSeek in FP8, with a layer for multi-token prediction, and in fp32."""
-    sizes = dict(hidden_size=152, intermediate_size=264, moe_intermediate_size=136, n_routed_experts=4, n_group=2)
+    sizes = dict(
+        hidden_size=152,
+        intermediate_size=264,
+        moe_intermediate_size=136,
+        n_routed_experts=4,
+        n_group=2,
+    )
     theirs = build("deepseek-v3", **sizes, topk_group=2, num_experts_per_tok=2)
     for name in ("fp8", "fp32"):
         theirs.save_pretrained(tmp_path / name)
@@ -56,10 +72,17 @@ def fp8(tmp_path):
         tensors[key] = plain[key] = weight
         if not key.endswith(NOT_FP8):
             tensors[key], tensors[key + "_scale_inv"], plain[key] = to_fp8(weight)
-    tensors |= {"model.layers.3.eh_proj.weight": torch.zeros(152, 304), "model.layers.3.enorm.weight": torch.ones(152)}
+    tensors |= {
+        "model.layers.3.eh_proj.weight": torch.zeros(152, 304),
+        "model.layers.3.enorm.weight": torch.ones(152),
+    }
     save_file(tensors, tmp_path / "fp8/model.safetensors")
     save_file(plain, tmp_path / "fp32/model.safetensors")
-    edit_json(tmp_path / "fp8" / "config.json", quantization_config=FP8_SETTINGS, num_nextn_predict_layers=1)
+    edit_json(
+        tmp_path / "fp8" / "config.json",
+        quantization_config=FP8_SETTINGS,
+        num_nextn_predict_layers=1,
+    )
     return tmp_path / "fp8", tmp_path / "fp32"
 
 
@@ -75,11 +98,17 @@ def mxfp4(tmp_path):
         tensors[key] = plain[key] = weight
         if key.endswith(("gate_up_proj", "down_proj")):
             experts, into, out = weight.shape
-            blocks = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(118, 128, (experts, out, into // 32), dtype=torch.uint8, generator=generator)
+            blocks = torch.randint(
+                0, 256, (experts, out, into // 32, 16), dtype=torch.uint8, generator=generator
+            )
+            scales = torch.randint(
+                118, 128, (experts, out, into // 32), dtype=torch.uint8, generator=generator
+            )
             del tensors[key]
             tensors |= {key + "_blocks": blocks, key + "_scales": scales}
-            plain[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+            plain[key] = convert_moe_packed_tensors(
+                blocks, scales, dtype=torch.float32
+            ).contiguous()
             assert plain[key].shape == weight.shape
     save_file(tensors, tmp_path / "mxfp4/model.safetensors")
     save_file(plain, tmp_path / "fp32/model.safetensors")
@@ -94,7 +123,9 @@ def assert_same_weights(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("family, sizes", [("qwen3", {}), ("qwen3-moe", dict(moe_intermediate_size=128))])
+@pytest.mark.parametrize(
+    "family, sizes", [("qwen3", {}), ("qwen3-moe", dict(moe_intermediate_size=128))]
+)
 def test_fp8_blocks_of_qwen_are_those_of_transformers(family, sizes, tmp_path):
     """Which says what is not quantised, and has scales in bf16. transformers takes partial blocks for smaller ones."""
     theirs = build(family, hidden_size=256, intermediate_size=384, head_dim=64, **sizes)
@@ -107,11 +138,19 @@ def test_fp8_blocks_of_qwen_are_those_of_transformers(family, sizes, tmp_path):
             tensors[key + "_scale_inv"] = scales.bfloat16()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     kept = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
-    edit_json(tmp_path / "config.json", quantization_config=FP8_SETTINGS | dict(modules_to_not_convert=kept))
+    edit_json(
+        tmp_path / "config.json",
+        quantization_config=FP8_SETTINGS | dict(modules_to_not_convert=kept),
+    )
     dequantised = FineGrainedFP8Config(dequantize=True, modules_to_not_convert=kept)
-    theirs, tokens = reload(tmp_path, quantization_config=dequantised, dtype=torch.float32), random_tokens(2, 24)
+    theirs, tokens = (
+        reload(tmp_path, quantization_config=dequantised, dtype=torch.float32),
+        random_tokens(2, 24),
+    )
     with torch.no_grad():
-        torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0
+        )
 
 
 def test_fp8_blocks(fp8):
@@ -128,7 +167,9 @@ def test_mxfp4_by_the_table(mxfp4):
     """One value of one expert, by hand: OCP Microscaling Formats 1.0, tables 2 and 5.3.3."""
     tensors = load_file(mxfp4[0] / "model.safetensors")
     key = "model.layers.1.mlp.experts.down_proj"
-    byte = int(tensors[key + "_blocks"][5, 7, 1, 3])  # expert 5, output 7, inputs 32 + 6 and 32 + 7
+    byte = int(
+        tensors[key + "_blocks"][5, 7, 1, 3]
+    )  # expert 5, output 7, inputs 32 + 6 and 32 + 7
     scale = 2.0 ** (int(tensors[key + "_scales"][5, 7, 1]) - 127)
     weight = load_pretrained(mxfp4[0]).model.layers["1"].mlp.experts.down_proj
     for value, nibble in ((weight[5, 7, 38], byte % 16), (weight[5, 7, 39], byte // 16)):
@@ -195,8 +236,13 @@ def folder(request, tmp_path):
 def test_stacks_as_transformers_holds_them(family, tmp_path):
     for name in ("alone", "stacked"):
         build(family).save_pretrained(tmp_path / name, save_original_format=name == "alone")
-    assert any(key.endswith(".experts.gate_up_proj") for key in load_file(tmp_path / "stacked" / "model.safetensors"))
-    assert_same_weights(load_pretrained(tmp_path / "stacked"), load_pretrained(tmp_path / "alone"))
+    assert any(
+        key.endswith(".experts.gate_up_proj")
+        for key in load_file(tmp_path / "stacked" / "model.safetensors")
+    )
+    assert_same_weights(
+        load_pretrained(tmp_path / "stacked"), load_pretrained(tmp_path / "alone")
+    )
 
 
 def load_parts(folder, cut):
@@ -214,7 +260,11 @@ def load_parts(folder, cut):
 
 def second_rank_of_experts(shape):
     """Experts 2 and 3 of stacks, as in expert parallelism, and of those the last rows; all of the rest."""
-    return (slice(2, 4), slice(shape[1] // 3, shape[1])) if len(shape) == 3 else (slice(0, shape[0]),)
+    return (
+        (slice(2, 4), slice(shape[1] // 3, shape[1]))
+        if len(shape) == 3
+        else (slice(0, shape[0]),)
+    )
 
 
 def columns_and_rows(shape):
@@ -237,11 +287,17 @@ def all_dimensions(cut):
 
 @pytest.mark.parametrize("folder", EXPERTS, indirect=True)
 def test_a_rank_reads_only_its_experts(folder, log):
-    stacks = [p for name, p in Decoder(read_config(folder)).named_parameters() if ".experts." in name and p.ndim == 3]
+    stacks = [
+        p
+        for name, p in Decoder(read_config(folder)).named_parameters()
+        if ".experts." in name and p.ndim == 3
+    ]
     log.clear()
     load_parts(folder, all_dimensions(second_rank_of_experts))
     not_weights = ("_scale_inv", "_scales", "_bias")
-    read = sum(size for name, size in log if ".experts." in name and not name.endswith(not_weights))
+    read = sum(
+        size for name, size in log if ".experts." in name and not name.endswith(not_weights)
+    )
     owned = sum(p.numel() * 2 // len(p) for p in stacks)
     assert 0 < read <= owned
     assert not any(".experts.0." in name or ".experts.5." in name for name, _ in log)
@@ -251,7 +307,10 @@ def test_a_rank_reads_only_its_experts(folder, log):
 def test_one_expert_at_a_time(folder, log):
     log.clear()
     model = load_pretrained(folder)
-    largest = max(p.numel() // len(p) if ".experts." in name else p.numel() for name, p in model.named_parameters())
+    largest = max(
+        p.numel() // len(p) if ".experts." in name else p.numel()
+        for name, p in model.named_parameters()
+    )
     assert max(size for _, size in log) <= largest
 
 
@@ -265,10 +324,18 @@ def test_bad_fp8(fp8):
     refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 2]", "missing")
     edit_weights(folder, **{key + "_scale_inv": torch.ones(2, 1)})
     refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 1]", "[2, 2]")
-    edit_weights(folder, **{key + "_scale_inv": torch.ones(2, 2), key: torch.zeros(136, 152, dtype=torch.int8)})
+    edit_weights(
+        folder,
+        **{key + "_scale_inv": torch.ones(2, 2), key: torch.zeros(136, 152, dtype=torch.int8)},
+    )
     refused(lambda: load_pretrained(folder), key, "I8")
-    edit_json(folder / "config.json", quantization_config=FP8_SETTINGS | dict(weight_block_size=[64, 64]))
-    refused(lambda: load_pretrained(folder), "config.json", "weight_block_size=[64, 64]", "[128, 128]")
+    edit_json(
+        folder / "config.json",
+        quantization_config=FP8_SETTINGS | dict(weight_block_size=[64, 64]),
+    )
+    refused(
+        lambda: load_pretrained(folder), "config.json", "weight_block_size=[64, 64]", "[128, 128]"
+    )
     edit_json(folder / "config.json", quantization_config=dict(quant_method="gptq"))
     refused(lambda: load_pretrained(folder), "config.json", "gptq", "fp8")
 
@@ -282,7 +349,9 @@ def test_bad_mxfp4(mxfp4):
     refused(lambda: load_pretrained(folder), key, "missing")
 
 
-@pytest.mark.parametrize("key", ["model.layers.3.enorm.weight", "model.layers.1.mlp.experts.8.up_proj.weight"])
+@pytest.mark.parametrize(
+    "key", ["model.layers.3.enorm.weight", "model.layers.1.mlp.experts.8.up_proj.weight"]
+)
 def test_tensors_without_a_place(key, tmp_path):
     build("qwen3-moe").save_pretrained(tmp_path)
     edit_weights(tmp_path, **{key: torch.ones(2)})

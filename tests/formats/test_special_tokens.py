@@ -18,10 +18,23 @@ from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.run.tasks import rows_task as train_model
 from tests.data.test_chat_templates import save_with_adapter, tokenizer_with
-from tests.helpers.hf_models import CONFIGS, HYBRID_CONFIGS, MOE_CONFIGS, build, random_tokens, reload
+from tests.helpers.hf_models import (
+    CONFIGS,
+    HYBRID_CONFIGS,
+    MOE_CONFIGS,
+    build,
+    random_tokens,
+    reload,
+)
 
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_layers": 1, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 RUN = {"steps": 1, "batch": {"global": 1, "micro": 1, "seq_len": 16}, "device": "cpu"}
 
 
@@ -58,7 +71,9 @@ def run(out: Path, *settings: dict) -> Path:
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "qwen3-32b", "llama3-8b-tiny"])
-@pytest.mark.parametrize("task, kind", [("pretrain", "text"), ("sft", "jsonl"), ("pretrain", "tokens")])
+@pytest.mark.parametrize(
+    "task, kind", [("pretrain", "text"), ("sft", "jsonl"), ("pretrain", "tokens")]
+)
 def test_random_weights_end_where_their_tokenizer_does(tmp_path, name, task, kind):
     """Not where the zoo's model of that name does: there its own vocabulary has other tokens, or none."""
     tokenizer = own_tokenizer(tmp_path / "own", pad_token="<pad>")
@@ -72,14 +87,20 @@ def test_random_weights_end_where_their_tokenizer_does(tmp_path, name, task, kin
         assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == named
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "gpt-oss-20b", "nemotron3-nano-30b-a3b", "gpt3-175b", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["mixtral-8x7b", "gpt-oss-20b", "nemotron3-nano-30b-a3b", "gpt3-175b", "deepseek-v3"]
+)
 def test_random_weights_of_bytes_have_no_pad(tmp_path, name):
     """Some families have one by default, whatever the tokenizer says."""
     model = {"model": {"name": f"{name}-tiny", "vocab_size": 258, "num_layers": 2}}
     if "nemotron" in name:
         model["model"]["layer_pattern"] = "M*"
-        model["model"] |= {"num_experts": 0, "num_experts_per_tok": 1, "moe_intermediate_size": 0,
-                           "shared_expert_intermediate_size": 0}  # fmt: skip
+        model["model"] |= {
+            "num_experts": 0,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 0,
+            "shared_expert_intermediate_size": 0,
+        }
     out = run(tmp_path / "out", model, data(tmp_path, "text"))
     config = AutoModelForCausalLM.from_pretrained(out).config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (256, 257, None)
@@ -87,9 +108,9 @@ def test_random_weights_of_bytes_have_no_pad(tmp_path, name):
         assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0
 
 
-@pytest.mark.parametrize("settings, eos", [
-    ({}, None), ({"document_end": 7}, 7), ({"document_end": 259}, 259),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, eos", [({}, None), ({"document_end": 7}, 7), ({"document_end": 259}, 259)], ids=str
+)
 def test_tokens_without_a_tokenizer_end_where_their_documents_do(tmp_path, settings, eos):
     """Else at the zoo's own token, if the vocabulary has it."""
     zoo = {"model": {"name": "llama3-8b", "vocab_size": 320, **SMALL}}
@@ -101,7 +122,9 @@ def test_tokens_without_a_tokenizer_end_where_their_documents_do(tmp_path, setti
 def test_an_eos_of_ones_own_is_not_replaced_in_silence(tmp_path):
     text = data(tmp_path, "text")
     zoo = {"name": "llama3-8b", "vocab_size": 258, **SMALL}
-    with pytest.raises(InputError, match=r"model.eos_token_id=5, but data.tokenizer=bytes has 257"):
+    with pytest.raises(
+        InputError, match=r"model.eos_token_id=5, but data.tokenizer=bytes has 257"
+    ):
         run(tmp_path / "out", {"model": zoo | {"eos_token_id": 5}}, text)
     several = run(tmp_path / "several", {"model": zoo | {"eos_token_id": [10, 257]}}, text)
     config = json.loads((several / "config.json").read_text())
@@ -119,7 +142,11 @@ def old_model(folder: Path) -> None:
 def test_a_new_model_has_nothing_of_the_old_ones_way_to_generate(tmp_path):
     """As transformers' save_pretrained, which writes the file anew."""
     old_model(tmp_path / "trained")
-    run(tmp_path / "trained", {"model": {"name": "llama3-8b-tiny", "num_layers": 1}}, data(tmp_path, "text"))
+    run(
+        tmp_path / "trained",
+        {"model": {"name": "llama3-8b-tiny", "num_layers": 1}},
+        data(tmp_path, "text"),
+    )
     old_model(tmp_path / "saved")
     save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1)), tmp_path / "saved")
     old_model(tmp_path / "merged")
@@ -135,7 +162,11 @@ def test_a_new_tokenizer_has_no_tokens_of_the_old_one(tmp_path):
     tmp_path.joinpath("out").mkdir()
     for name in names:
         (tmp_path / "out" / name).write_text(json.dumps({"old": 258}))
-    run(tmp_path / "out", {"model": {"name": "llama3-8b-tiny", "num_layers": 1}}, data(tmp_path, "text"))
+    run(
+        tmp_path / "out",
+        {"model": {"name": "llama3-8b-tiny", "num_layers": 1}},
+        data(tmp_path, "text"),
+    )
     assert not [name for name in names if (tmp_path / "out" / name).exists()]
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("old").input_ids == [*b"old"] and len(theirs) == 258
@@ -184,7 +215,9 @@ def test_what_is_not_of_this_model_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"a holds a tokenizer.json, which is not this model's"):
         merge.main([*save_with_adapter(tmp_path), "--out", str(tmp_path / "a")])
     old_model(tmp_path / "b")
-    with pytest.raises(InputError, match=r"b holds a model, which adapters beside it do not belong to"):
+    with pytest.raises(
+        InputError, match=r"b holds a model, which adapters beside it do not belong to"
+    ):
         run(tmp_path / "b", small, {"task": "lora"}, data(tmp_path, "jsonl"))
 
 
@@ -197,7 +230,10 @@ def other_tokenizer(folder: Path, specials: list[str], *swapped: int) -> Path:
     tokenizer_with(folder, "", specials)
     file = folder / "tokenizer.json"
     tree = json.loads(file.read_text())
-    vocabulary, texts = tree["model"]["vocab"], {number: text for text, number in tree["model"]["vocab"].items()}
+    vocabulary, texts = (
+        tree["model"]["vocab"],
+        {number: text for text, number in tree["model"]["vocab"].items()},
+    )
     for number in swapped:
         vocabulary[texts[number]], vocabulary[texts[number + 1]] = number + 1, number
     file.write_text(json.dumps(tree))
@@ -207,24 +243,53 @@ def other_tokenizer(folder: Path, specials: list[str], *swapped: int) -> Path:
 SPECIALS = ["<s>", "</s>", "<pad>"]
 
 
-@pytest.mark.parametrize("settings, kind", [
-    ({"task": "sft"}, "jsonl"), ({"task": "lora"}, "jsonl"), ({"task": "grpo"}, "jsonl"), ({}, "text"), ({}, "tokens"),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("specials, swapped", [
-    (SPECIALS, (65,)), (SPECIALS, (0, 100, 200)), (["<s>", "<pad>", "</s>"], ()), (SPECIALS[::-1], (65,)),
-], ids=str)  # fmt: skip
-def test_a_model_folder_refuses_the_ids_of_another_tokenizer(tmp_path, settings, kind, specials, swapped):
+@pytest.mark.parametrize(
+    "settings, kind",
+    [
+        ({"task": "sft"}, "jsonl"),
+        ({"task": "lora"}, "jsonl"),
+        ({"task": "grpo"}, "jsonl"),
+        ({}, "text"),
+        ({}, "tokens"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "specials, swapped",
+    [
+        (SPECIALS, (65,)),
+        (SPECIALS, (0, 100, 200)),
+        (["<s>", "<pad>", "</s>"], ()),
+        (SPECIALS[::-1], (65,)),
+    ],
+    ids=str,
+)
+def test_a_model_folder_refuses_the_ids_of_another_tokenizer(
+    tmp_path, settings, kind, specials, swapped
+):
     base = other_tokenizer(tmp_path / "base", SPECIALS)
     save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=320)), base)
     other = other_tokenizer(tmp_path / "other", specials, *swapped)
     ours, theirs = (
-        {number: text for text, number in AutoTokenizer.from_pretrained(folder).get_vocab().items()}
+        {
+            number: text
+            for text, number in AutoTokenizer.from_pretrained(folder).get_vocab().items()
+        }
         for folder in (other, base)
     )
     count = sum(theirs[number] != text for number, text in ours.items())
-    assert count == 2 * len(swapped) + sum(a != b for a, b in zip(specials, SPECIALS, strict=True))
-    with pytest.raises(InputError, match=rf"other: {count} of 261 ids are other tokens in .*base/tokenizer.json"):
-        run(tmp_path / "out", {"model": str(base)}, settings, data(tmp_path, kind, tokenizer=str(other)))
+    assert count == 2 * len(swapped) + sum(
+        a != b for a, b in zip(specials, SPECIALS, strict=True)
+    )
+    with pytest.raises(
+        InputError, match=rf"other: {count} of 261 ids are other tokens in .*base/tokenizer.json"
+    ):
+        run(
+            tmp_path / "out",
+            {"model": str(base)},
+            settings,
+            data(tmp_path, kind, tokenizer=str(other)),
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -233,7 +298,11 @@ def test_a_model_folder_takes_tokenizers_with_more_or_fewer_tokens(tmp_path):
     save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=320)), base)
     for name, specials in (("more", [*SPECIALS, "<|im_start|>"]), ("fewer", SPECIALS[:2])):
         other = other_tokenizer(tmp_path / name, specials)
-        run(tmp_path / f"out-{name}", {"model": str(base)}, data(tmp_path, "text", tokenizer=str(other)))
+        run(
+            tmp_path / f"out-{name}",
+            {"model": str(base)},
+            data(tmp_path, "text", tokenizer=str(other)),
+        )
 
 
 def test_a_prompt_and_adapters_have_the_ids_of_the_model(tmp_path):
@@ -264,9 +333,16 @@ def test_a_name_of_the_zoo_is_not_a_folder(tmp_path, monkeypatch, capsys, name):
     assert zoo.config == model_config(name) and folder.config.num_layers == 3
     run(tmp_path / "out", {"model": f"./{name}"}, data(tmp_path, "text"))
     assert f"weights of ./{name}, 0.3M parameters: pretrain" in capsys.readouterr().out
-    run(tmp_path / "fresh", {"model": {"name": name, "num_layers": 1}, "task": "sft"}, data(tmp_path, "jsonl"))
+    run(
+        tmp_path / "fresh",
+        {"model": {"name": name, "num_layers": 1}, "task": "sft"},
+        data(tmp_path, "jsonl"),
+    )
     said = capsys.readouterr().out
-    assert f"{name} with random weights, " in said and "note: what is fine-tuned are random weights" in said
+    assert (
+        f"{name} with random weights, " in said
+        and "note: what is fine-tuned are random weights" in said
+    )
 
 
 def test_names_of_the_hub_are_told_how_to_come_here(tmp_path, monkeypatch):
@@ -276,17 +352,23 @@ def test_names_of_the_hub_are_told_how_to_come_here(tmp_path, monkeypatch):
         rf"^model '{hub}' is no folder \(of the hub\? hf download {hub} --local-dir DIR, then model=DIR\)": (
             lambda: from_dict({"model": hub})
         ),
-        rf"^{hub} is no folder \(of the hub\? hf download {hub} --local-dir DIR": lambda: load_pretrained(hub),
+        rf"^{hub} is no folder \(of the hub\? hf download {hub} --local-dir DIR": lambda: (
+            load_pretrained(hub)
+        ),
         rf"^tokenizer '{hub}' is not .* hf download {hub}": lambda: load_tokenizer(hub),
         rf"^{hub} is no folder .*hf download {hub} --local-dir": (
             lambda: from_dict({"task": "lora", "lora": {"path": hub}})
         ),
-        rf"^--model {hub} is no folder .*then --model DIR": lambda: generate.main(["--model", hub, "--prompt", "a"]),
+        rf"^--model {hub} is no folder .*then --model DIR": lambda: generate.main(
+            ["--model", hub, "--prompt", "a"]
+        ),
         r"no file matches 'openai/gsm8k' .*hf download openai/gsm8k --repo-type dataset --local-dir DIR": (
             lambda: run(tmp_path, {"data": {"kind": "text", "path": "openai/gsm8k"}})
         ),
         r"^model './nope' is no folder$": lambda: from_dict({"model": "./nope"}),
-        r"^model 'Llama-3.1-8B' is unknown .*hf download ORG/NAME": lambda: from_dict({"model": "Llama-3.1-8B"}),
+        r"^model 'Llama-3.1-8B' is unknown .*hf download ORG/NAME": lambda: from_dict(
+            {"model": "Llama-3.1-8B"}
+        ),
     }
     for message, call in tried.items():
         with pytest.raises(InputError, match=message):
@@ -299,22 +381,37 @@ def test_names_of_the_hub_are_told_how_to_come_here(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------ a pad beyond the rest
 
 
-@pytest.mark.parametrize("task, kind", [("pretrain", "text"), ("sft", "jsonl"), ("lora", "jsonl")])
+@pytest.mark.parametrize(
+    "task, kind", [("pretrain", "text"), ("sft", "jsonl"), ("lora", "jsonl")]
+)
 def test_a_pad_beyond_the_embedding_is_no_obstacle(tmp_path, task, kind):
     """As transformers' add_special_tokens makes it, which resizes nothing."""
     own = own_tokenizer(tmp_path / "own", pad_token="<pad>")
     settings = data(tmp_path, kind, tokenizer=str(own))
-    model = {"model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 260}, "task": task}
+    model = {
+        "model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 260},
+        "task": task,
+    }
     out = run(tmp_path / "out", model, settings)
     assert AutoTokenizer.from_pretrained(out).pad_token_id == 260
     if task != "lora":
         assert AutoModelForCausalLM.from_pretrained(out).config.pad_token_id is None
-    with pytest.raises(InputError, match="model.vocab_size=259 is smaller than the tokenizer's 261"):
-        run(tmp_path / "next", model | {"model": {"name": "llama3-8b-tiny", "vocab_size": 259}}, settings)
+    with pytest.raises(
+        InputError, match="model.vocab_size=259 is smaller than the tokenizer's 261"
+    ):
+        run(
+            tmp_path / "next",
+            model | {"model": {"name": "llama3-8b-tiny", "vocab_size": 259}},
+            settings,
+        )
     Path(settings["data"]["path"]).write_text(
-        "a <pad> in a text" if kind == "text" else json.dumps({"prompt": "a <pad>", "response": "b"})
+        "a <pad> in a text"
+        if kind == "text"
+        else json.dumps({"prompt": "a <pad>", "response": "b"})
     )
-    with pytest.raises(InputError, match="holds a token that the model's vocabulary of 260 does not have"):
+    with pytest.raises(
+        InputError, match="holds a token that the model's vocabulary of 260 does not have"
+    ):
         run(tmp_path / "next", model, settings)
 
 
@@ -324,25 +421,57 @@ def test_a_pad_beyond_the_embedding_is_no_obstacle(tmp_path, task, kind):
 @pytest.mark.parametrize("family", [*CONFIGS, *MOE_CONFIGS, *HYBRID_CONFIGS])
 def test_keys_that_are_not_ours_are_kept(tmp_path, family):
     """transformers takes the saved model for what it was, with every setting of its config."""
-    odd = {"attention_dropout": 0.125, "pad_token_id": 3, "use_cache": False, "router_jitter_noise": 0.25,
-           "router_aux_loss_coef": 0.5, "output_router_logits": True, "hidden_dropout": 0.2, "resid_pdrop": 0.3,
-           "embd_pdrop": 0.0, "pretraining_tp": 2, "own_key": {"a": [1, None]}}  # fmt: skip
+    odd = {
+        "attention_dropout": 0.125,
+        "pad_token_id": 3,
+        "use_cache": False,
+        "router_jitter_noise": 0.25,
+        "router_aux_loss_coef": 0.5,
+        "output_router_logits": True,
+        "hidden_dropout": 0.2,
+        "resid_pdrop": 0.3,
+        "embd_pdrop": 0.0,
+        "pretraining_tp": 2,
+        "own_key": {"a": [1, None]},
+    }
     theirs = build(family, **odd)
     theirs.save_pretrained(tmp_path / "a")
     save_pretrained(load_pretrained(tmp_path / "a"), tmp_path / "b")
     a, b = (AutoConfig.from_pretrained(tmp_path / name).to_dict() for name in "ab")
-    spelled = {"_name_or_path", "architectures", "dtype", "rope_parameters", "original_max_position_embeddings"}
+    spelled = {
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "rope_parameters",
+        "original_max_position_embeddings",
+    }
     assert {key: b[key] for key in odd} == {key: a[key] for key in odd} == odd
-    assert not [key for key, value in a.items() if value not in (None, b.get(key)) and key not in spelled]
+    assert not [
+        key for key, value in a.items() if value not in (None, b.get(key)) and key not in spelled
+    ]
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *MOE_CONFIGS, *HYBRID_CONFIGS])
-@pytest.mark.parametrize("changes", [
-    {}, {"attention_dropout": 0.25}, {"router_jitter_noise": 0.25}, {"output_router_logits": True},
-    {"hidden_dropout": 0.25}, {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    {"resid_pdrop": 0.25, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
-    {"summary_first_dropout": 0.3, "classifier_dropout": 0.3, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_dropout": 0.25},
+        {"router_jitter_noise": 0.25},
+        {"output_router_logits": True},
+        {"hidden_dropout": 0.25},
+        {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        {"resid_pdrop": 0.25, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+        {
+            "summary_first_dropout": 0.3,
+            "classifier_dropout": 0.3,
+            "attn_pdrop": 0,
+            "embd_pdrop": 0,
+            "resid_pdrop": 0,
+        },
+    ],
+    ids=str,
+)
 def test_settings_that_change_training_in_transformers_are_told(tmp_path, family, changes):
     """By brute force: does its loss in training differ from what the same weights give otherwise?"""
     theirs = build(family, **changes)
@@ -356,7 +485,9 @@ def test_settings_that_change_training_in_transformers_are_told(tmp_path, family
 
 
 def next_token_loss(logits, tokens):
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    )
 
 
 def test_a_run_tells_what_it_leaves_out_once(tmp_path, capsys):
@@ -364,7 +495,10 @@ def test_a_run_tells_what_it_leaves_out_once(tmp_path, capsys):
     settings = {"model": str(tmp_path / "base"), "steps": 1}, data(tmp_path, "text")
     run(tmp_path / "out", *settings)
     said = " ".join(capsys.readouterr().out.split())
-    assert "note: config.json says embd_pdrop=0.1, resid_pdrop=0.1, which training here is without" in said
+    assert (
+        "note: config.json says embd_pdrop=0.1, resid_pdrop=0.1, which training here is without"
+        in said
+    )
     run(tmp_path / "out", *settings, {"steps": 2})
     assert "pdrop" not in capsys.readouterr().out
     theirs = AutoConfig.from_pretrained(tmp_path / "out")
@@ -372,7 +506,10 @@ def test_a_run_tells_what_it_leaves_out_once(tmp_path, capsys):
 
 
 def test_the_dropout_of_adapters_to_start_from_is_told(tmp_path, capsys):
-    small = {"model": {"name": "llama3-8b-tiny", "num_layers": 1}, "task": "lora"}, data(tmp_path, "jsonl")
+    small = (
+        {"model": {"name": "llama3-8b-tiny", "num_layers": 1}, "task": "lora"},
+        data(tmp_path, "jsonl"),
+    )
     first = run(tmp_path / "first", *small, {"lora": {"rank": 2, "dropout": 0.25}})
     capsys.readouterr()
     run(tmp_path / "other", *small, {"lora": {"path": str(first)}})

@@ -11,8 +11,17 @@ from functools import partial
 from pathlib import Path
 
 HOME = Path(os.environ.get("GPU_EMULATOR", Path.home() / ".cache" / "gpu-emulator"))
-PACKAGES = ["torch===2.11.0", "nvidia-cuda-crt==13.0.88", "safetensors", "numpy", "tqdm", "pyyaml"]
-CALLED_BY_NVCC = {f"__cuda{name}" for name in ("RegisterFatBinary", "RegisterFatBinaryEnd", "RegisterVar")}
+PACKAGES = [
+    "torch===2.11.0",
+    "nvidia-cuda-crt==13.0.88",
+    "safetensors",
+    "numpy",
+    "tqdm",
+    "pyyaml",
+]
+CALLED_BY_NVCC = {
+    f"__cuda{name}" for name in ("RegisterFatBinary", "RegisterFatBinaryEnd", "RegisterVar")
+}
 
 
 def build() -> Path:
@@ -23,14 +32,28 @@ def build() -> Path:
         subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
     source = Path(__file__).with_name("cuda.cpp")
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
-        (include,) = {path.parent for path in HOME.glob("venv/lib/python*/site-packages/nvidia/*/include/cuda.h")}
+        (include,) = {
+            path.parent
+            for path in HOME.glob("venv/lib/python*/site-packages/nvidia/*/include/cuda.h")
+        }
         text = "".join((include / name).read_text() for name in ("cuda.h", "cuda_runtime_api.h"))
-        names = {*re.findall(r"\b(cu[A-Z]\w+|cuda[A-Z]\w+)\(", text), *re.findall(r"\b(cu[A-Z]\w+_v\d)\b", text)}
-        stubs = [f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in sorted(names | CALLED_BY_NVCC)]
+        names = {
+            *re.findall(r"\b(cu[A-Z]\w+|cuda[A-Z]\w+)\(", text),
+            *re.findall(r"\b(cu[A-Z]\w+_v\d)\b", text),
+        }
+        stubs = [
+            f"__attribute__((weak)) int {name}() {{ return 0; }}\n"
+            for name in sorted(names | CALLED_BY_NVCC)
+        ]
         (HOME / "stubs.c").write_text("".join(stubs))
-        subprocess.run(["gcc", "-w", "-c", "-fPIC", HOME / "stubs.c", "-o", HOME / "stubs.o"], check=True)
+        subprocess.run(
+            ["gcc", "-w", "-c", "-fPIC", HOME / "stubs.c", "-o", HOME / "stubs.o"], check=True
+        )
         sources = [source, HOME / "stubs.o"]
-        subprocess.run(["g++", "-O1", "-shared", "-fPIC", f"-I{include}", *sources, "-o", library], check=True)
+        subprocess.run(
+            ["g++", "-O1", "-shared", "-fPIC", f"-I{include}", *sources, "-o", library],
+            check=True,
+        )
     return python
 
 
@@ -49,7 +72,12 @@ def emulate(arguments: argparse.Namespace) -> None:
     if arguments.generate:
         config = dataclasses.replace(config, precision="bf16-pure")
         count, longest = config.batch.global_ * config.grpo.group, config.batch.seq_len
-        sampler = Sampler(build_model(config, start(config)), settings=config.rollout, samples=count, longest=longest)
+        sampler = Sampler(
+            build_model(config, start(config)),
+            settings=config.rollout,
+            samples=count,
+            longest=longest,
+        )
         length = longest - config.rollout.max_tokens
         step = lambda number: sample(sampler, config, make_prompts(config, length, number))  # noqa: E731
     else:
@@ -67,7 +95,9 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--proxy", type=int, help="so many layers")
-    parser.add_argument("--generate", action="store_true", help="decode, and show the captured step")
+    parser.add_argument(
+        "--generate", action="store_true", help="decode, and show the captured step"
+    )
     arguments = parser.parse_intermixed_args()
     if "EMULATOR_CUDA" in os.environ:
         emulate(arguments)
@@ -76,18 +106,25 @@ def main() -> None:
     # kernels of other runs have the same names
     shutil.rmtree(compiled, ignore_errors=True)
     environment = os.environ | {
-        "EMULATOR_CUDA": str(HOME / "libcuda.so.1"), "LD_PRELOAD": str(HOME / "libcuda.so.1"),
-        "LD_LIBRARY_PATH": str(HOME), "TRITON_LIBCUDA_PATH": str(HOME), "FAKE_LOG": str(log),
-        "TORCHINDUCTOR_CACHE_DIR": str(compiled), "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",
+        "EMULATOR_CUDA": str(HOME / "libcuda.so.1"),
+        "LD_PRELOAD": str(HOME / "libcuda.so.1"),
+        "LD_LIBRARY_PATH": str(HOME),
+        "TRITON_LIBCUDA_PATH": str(HOME),
+        "FAKE_LOG": str(log),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled),
+        "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",
         "TRITON_CACHE_DIR": str(HOME / "triton"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [python, "-m", "tests.gpu_emulator", *sys.argv[1:]]
     if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode:
         sys.exit(1)
     from tests.gpu_emulator.roofline import summarize
 
-    begin, end = ("CAPTURE\tbegin", "CAPTURE\tend") if arguments.generate else ("MARK\tstep", "MARK\tend")
+    begin, end = (
+        ("CAPTURE\tbegin", "CAPTURE\tend") if arguments.generate else ("MARK\tstep", "MARK\tend")
+    )
     lines = log.read_text().rpartition(begin)[2].partition(end)[0].splitlines()[1:]
     print(summarize(lines, compiled))
 

@@ -12,8 +12,15 @@ from torch.utils._pytree import tree_map_only
 LIBRARY = torch.library.Library("aten", "IMPL")
 CUDA = ctypes.CDLL(os.environ["EMULATOR_CUDA"])
 # where an operator's factors are among its arguments, or queries, keys and values; then what is added, or offsets
-ARGUMENTS = {"mm": (0, 1), "bmm": (0, 1), "_scaled_mm": (0, 1), "addmm": (1, 2, 0), "addmm_": (1, 2, 0),
-             "baddbmm": (1, 2, 0), "_grouped_mm": (0, 1, 2)}  # fmt: skip
+ARGUMENTS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "_scaled_mm": (0, 1),
+    "addmm": (1, 2, 0),
+    "addmm_": (1, 2, 0),
+    "baddbmm": (1, 2, 0),
+    "_grouped_mm": (0, 1, 2),
+}
 for kernel in ("cudnn", "flash", "efficient"):
     ARGUMENTS[f"_scaled_dot_product_{kernel}_attention"] = 0, 1, 2
     ARGUMENTS[f"_scaled_dot_product_{kernel}_attention_backward"] = 1, 2, 3
@@ -28,9 +35,15 @@ def run(name: str, operator, *args, out=None, **options):
     if name in ("_scaled_mm", "_grouped_mm"):
         for x in filter(torch.is_tensor, args):
             # where it begins, and its rows
-            if x.data_ptr() % 16 or any(stride * x.itemsize % 16 for stride in x.stride() if stride > 1):
-                raise ValueError(f"{name}: {x.shape}, strides {x.stride()}, does not lie at multiples of 16 bytes")
-    named = options | dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False))
+            if x.data_ptr() % 16 or any(
+                stride * x.itemsize % 16 for stride in x.stride() if stride > 1
+            ):
+                raise ValueError(
+                    f"{name}: {x.shape}, strides {x.stride()}, does not lie at multiples of 16 bytes"
+                )
+    named = options | dict(
+        zip((argument.name for argument in operator._schema.arguments), args, strict=False)
+    )
     kind = name.removeprefix("_scaled_dot_product_").replace("_attention", "")
     kind += "_causal" * named.get("is_causal", False)
     tensors = [args[i] for i in ARGUMENTS[name] if i < len(args)]
@@ -38,7 +51,9 @@ def run(name: str, operator, *args, out=None, **options):
     if out is not None or name == "addmm_":
         return args[0] if out is None else out
     args, options = tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, options))
-    return tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="cuda"), operator(*args, **options))
+    return tree_map_only(
+        torch.Tensor, lambda x: torch.empty_like(x, device="cuda"), operator(*args, **options)
+    )
 
 
 def install() -> None:
@@ -47,6 +62,10 @@ def install() -> None:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet else ():
             operator = getattr(packet, overload)
-            LIBRARY.impl(operator.name().removeprefix("aten::"), partial(run, name, operator), "CUDA")
+            LIBRARY.impl(
+                operator.name().removeprefix("aten::"), partial(run, name, operator), "CUDA"
+            )
     own = dist.init_process_group
-    dist.init_process_group = lambda backend=None, *a, **k: own("fake" if backend == "nccl" else backend, *a, **k)
+    dist.init_process_group = lambda backend=None, *a, **k: own(
+        "fake" if backend == "nccl" else backend, *a, **k
+    )

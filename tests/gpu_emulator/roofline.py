@@ -8,7 +8,12 @@ from pathlib import Path
 import torch
 
 # of an H100: bytes/s, and FLOP/s of products by bytes of an element, of attention, of grouped products
-MEMORY, PRODUCTS, ATTENTION, GROUPED = 2.9e12, {1: 1300e12, 2: 660e12, 4: 40e12}, (520e12, 420e12), 0.8
+MEMORY, PRODUCTS, ATTENTION, GROUPED = (
+    2.9e12,
+    {1: 1300e12, 2: 660e12, 4: 40e12},
+    (520e12, 420e12),
+    0.8,
+)
 LAUNCH = 2.5e-6  # seconds that no kernel goes below
 
 
@@ -24,8 +29,16 @@ def generated_bytes(folder: Path) -> dict[str, float]:
                 tensor = rf"arg_{number} = rand_strided\(\(([0-9, ]*)\), \(([0-9, ]*)\), .*?dtype=torch\.(\w+)\)"
                 if shape := re.search(tensor, source):
                     dims = zip(shape[1].split(","), shape[2].split(","), strict=True)
-                    count = math.prod(int(size) for size, stride in dims if size.strip() and stride.strip() != "0")
-                    moved += count * getattr(torch, shape[3]).itemsize * (1 + argument.strip().startswith("in_out"))
+                    count = math.prod(
+                        int(size)
+                        for size, stride in dims
+                        if size.strip() and stride.strip() != "0"
+                    )
+                    moved += (
+                        count
+                        * getattr(torch, shape[3]).itemsize
+                        * (1 + argument.strip().startswith("in_out"))
+                    )
             name = re.match(r"'(\w+)'", source)[1]
             sizes[name] = max(sizes[name], moved)
     return sizes
@@ -39,7 +52,15 @@ def operator_cost(text: str) -> tuple[str, float, float]:
     size = getattr(torch, tensors[0].split("torch.")[1]).itemsize
     if name.startswith(("cudnn", "flash", "efficient")):
         batch, heads, length, width = a
-        flops = 2 * batch * heads * length * b[2] * (width + shapes[2][3]) / (2 if "causal" in name else 1)
+        flops = (
+            2
+            * batch
+            * heads
+            * length
+            * b[2]
+            * (width + shapes[2][3])
+            / (2 if "causal" in name else 1)
+        )
         backward = "backward" in name
         return "attention", (2.5 if backward else 1) * flops / ATTENTION[backward], 0
     m, k, n = math.prod(a[:-1]), a[-1], b[-1]
@@ -55,7 +76,11 @@ def operator_cost(text: str) -> tuple[str, float, float]:
 
 def summarize(launches: list[str], compiled: Path) -> str:
     """The table of these lines of a log, and the 20 kernels that take longest."""
-    sizes, kinds, kernels = generated_bytes(compiled), defaultdict(lambda: [0, 0.0, 0.0]), Counter()
+    sizes, kinds, kernels = (
+        generated_bytes(compiled),
+        defaultdict(lambda: [0, 0.0, 0.0]),
+        Counter(),
+    )
     for line in launches:
         kind, name, _, y, *_ = line.split("\t")
         seconds = moved = 0.0
@@ -73,5 +98,10 @@ def summarize(launches: list[str], compiled: Path) -> str:
     rows = sorted(kinds.items(), key=lambda item: -item[1][2])
     rows.append(("all", [sum(row[i] for row in kinds.values()) for i in range(3)]))
     lines = [f"{'kind':14} {'launches':>9} {'GB':>9} {'ms':>9}"]
-    lines += [f"{kind:14} {count:9} {moved / 1e9:9.2f} {seconds * 1e3:9.2f}" for kind, (count, moved, seconds) in rows]
-    return "\n".join(lines + [f"{seconds * 1e3:9.3f} ms  {name}" for name, seconds in kernels.most_common(20)])
+    lines += [
+        f"{kind:14} {count:9} {moved / 1e9:9.2f} {seconds * 1e3:9.2f}"
+        for kind, (count, moved, seconds) in rows
+    ]
+    return "\n".join(
+        lines + [f"{seconds * 1e3:9.3f} ms  {name}" for name, seconds in kernels.most_common(20)]
+    )

@@ -21,12 +21,17 @@ def test_a_row_of_the_table_has_its_lengths():
     assert fewer.grpo.prompts == 16 and fewer.grpo.mock_digits == config.grpo.mock_digits
     row = load_row(ROW, ["rollout.max_tokens=300"])[1]
     shorter = published_lengths(row)
-    assert shorter.rollout.max_tokens == 300 and shorter.grpo.mock_digits == config.grpo.mock_digits
+    assert (
+        shorter.rollout.max_tokens == 300 and shorter.grpo.mock_digits == config.grpo.mock_digits
+    )
     assert row.reference["changed"] == ["rollout.max_tokens"]
 
 
 def test_measured_row():
-    tree = TREE | {"grpo": {"prompts": 4, "group": 4, "kl": 0.1}, "batch": {"global": 8, "micro": 4, "seq_len": 32}}
+    tree = TREE | {
+        "grpo": {"prompts": 4, "group": 4, "kl": 0.1},
+        "batch": {"global": 8, "micro": 4, "seq_len": 32},
+    }
     config = configs.from_dict(tree)
     outcome = measure_policy(config, "tiny", steps=1, warmup=1)
     assert outcome["steps"] == 1 and outcome["world_size"] == 1 and outcome["ratio"] is None
@@ -39,7 +44,9 @@ def test_measured_row():
 
 
 def test_frozen_weights_have_no_gradient():
-    config = configs.from_dict(TREE | {"grpo": {"prompts": 2, "group": 4, "kl": 0.0}, "lora": {"rank": 4}})
+    config = configs.from_dict(
+        TREE | {"grpo": {"prompts": 2, "group": 4, "kl": 0.0}, "lora": {"rank": 4}}
+    )
     shape, lora = config.model.config, config.lora
     training = flops_per_token(shape, 12, clean, lora_weights(shape, lora.rank, lora.targets))
     sampling = flops_per_token(shape, 12, clean) / 3

@@ -15,19 +15,42 @@ math = load_reward("math")
 # ------------------------------------------------------------------------------------------------------ exact fractions
 
 
-SUPERSCRIPTS = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
-VULGAR = {"1/2": "\u00bd", "1/4": "\u00bc", "3/4": "\u00be", "1/3": "\u2153", "2/3": "\u2154", "5/8": "\u215d"}
+SUPERSCRIPTS = str.maketrans(
+    "0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
+)
+VULGAR = {
+    "1/2": "\u00bd",
+    "1/4": "\u00bc",
+    "3/4": "\u00be",
+    "1/3": "\u2153",
+    "2/3": "\u2154",
+    "5/8": "\u215d",
+}
 
 
 def whole_forms(n: int) -> list[str]:
-    forms = [str(n), f"{n}.0", f"{n}.00", f"{n}/1", rf"\frac{{{2 * n}}}{{2}}", rf"\cfrac{{{3 * n}}}{{3}}"]
+    forms = [
+        str(n),
+        f"{n}.0",
+        f"{n}.00",
+        f"{n}/1",
+        rf"\frac{{{2 * n}}}{{2}}",
+        rf"\cfrac{{{3 * n}}}{{3}}",
+    ]
     for base in (2, 3, 7, 10):
         for power in range(2, 8):
             if base**power == n:
-                forms += [f"{base}{str(power).translate(SUPERSCRIPTS)}", f"{base}**{power}", f"{base}^{power}"]
+                forms += [
+                    f"{base}{str(power).translate(SUPERSCRIPTS)}",
+                    f"{base}**{power}",
+                    f"{base}^{power}",
+                ]
     if n >= 1000:
         grouped = f"{n:,}"
-        forms += [grouped, *(grouped.replace(",", mark) for mark in ("{,}", r",\!", r"\,", " ", "\u202f"))]
+        forms += [
+            grouped,
+            *(grouped.replace(",", mark) for mark in ("{,}", r",\!", r"\,", " ", "\u202f")),
+        ]
     if n and n % 1000 == 0:
         mantissa, power = n, 0
         while mantissa % 10 == 0:
@@ -101,10 +124,27 @@ def fraction_forms(value: Fraction) -> list[str]:
 
 def forms_of(value: Fraction) -> list[str]:
     size = abs(value)
-    forms = whole_forms(int(size)) if size.denominator == 1 else decimal_forms(size) + fraction_forms(size)
+    forms = (
+        whole_forms(int(size))
+        if size.denominator == 1
+        else decimal_forms(size) + fraction_forms(size)
+    )
     if value >= 0:
-        return [sign.format(form) for form in forms for sign in ("{}", "+{}", "${}$", r"\${}", "${}")]
-    signs = ("-{}", "- {}", "\u2212{}", r"-\,{}", "$-{}$", "-${}$", r"-\${}", "$- {}$", r"- \${}", "-({})")
+        return [
+            sign.format(form) for form in forms for sign in ("{}", "+{}", "${}$", r"\${}", "${}")
+        ]
+    signs = (
+        "-{}",
+        "- {}",
+        "\u2212{}",
+        r"-\,{}",
+        "$-{}$",
+        "-${}$",
+        r"-\${}",
+        "$- {}$",
+        r"- \${}",
+        "-({})",
+    )
     inside = [
         rf"\frac{{-{size.numerator}}}{{{size.denominator}}}",
         rf"\frac{{{size.numerator}}}{{-{size.denominator}}}",
@@ -165,7 +205,11 @@ it is {}, as 3 is prime. Answer: {}!
 The area is {} cm^2.
 The area is {} cm\u00b2.
 """
-RESPONSES = [line.replace(r"\n", "\n").replace(r"\u00b2", "\u00b2") for line in RESPONSES.split("\n") if line]
+RESPONSES = [
+    line.replace(r"\n", "\n").replace(r"\u00b2", "\u00b2")
+    for line in RESPONSES.split("\n")
+    if line
+]
 
 
 def near(value: Fraction, draw: random.Random) -> Fraction:
@@ -197,7 +241,10 @@ def values(draw: random.Random) -> Fraction:
     if kind == 0:
         return Fraction(draw.randint(-99, 99))
     if kind == 1:
-        return Fraction(draw.choice((-1, 1)) * draw.choice((draw.randint(1000, 9_999_999), 10 ** draw.randint(3, 9))))
+        return Fraction(
+            draw.choice((-1, 1))
+            * draw.choice((draw.randint(1000, 9_999_999), 10 ** draw.randint(3, 9)))
+        )
     if kind == 2:
         return Fraction(draw.randint(-99_999, 99_999), 10 ** draw.randint(1, 4))
     if kind == 3:
@@ -243,12 +290,18 @@ def hendrycks(answer: str) -> str:
         (r"\$", ""),
     ):
         answer = answer.replace(old, new)
-    answer = answer.split(r"\text{ ")[0].replace(r"\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    answer = (
+        answer.split(r"\text{ ")[0].replace(r"\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    )
     answer = "0" + answer if answer.startswith(".") else answer
     name, equals, value = answer.partition("=")
     answer = value if equals and len(name) <= 2 and "=" not in value else answer
     answer = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", answer).replace(" ", "")
-    answer = re.sub(r"\\frac([^{])\{", r"\\frac{\1}{", re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", answer))
+    answer = re.sub(
+        r"\\frac([^{])\{",
+        r"\\frac{\1}{",
+        re.sub(r"\\frac([^{])([^{])", r"\\frac{\1}{\2}", answer),
+    )
     answer = r"\frac{1}{2}" if answer == "0.5" else answer
     return re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", answer)
 
@@ -283,7 +336,9 @@ def respellings(text: str) -> list[str]:
         (r"(\d)(\d{3})$", r"\1\\!\2"),
         ("^0", ""),
     ]
-    around = [r" {} ", r"{}\%", r"{}^{{\circ}}", r"\${}", "x = {}"] + ([] if "text" in text else [r"{}\text{{ units}}"])
+    around = [r" {} ", r"{}\%", r"{}^{{\circ}}", r"\${}", "x = {}"] + (
+        [] if "text" in text else [r"{}\text{{ units}}"]
+    )
     return [re.sub(*pair, text) for pair in replaced] + [form.format(text) for form in around]
 
 
@@ -302,6 +357,12 @@ def test_agrees_with_the_grader_of_gsm8k():
     for _ in range(2_000):
         right = draw.choice((draw.randint(-99, 99), draw.randint(1000, 99_999_999)))
         given = draw.choice((right, right, -right, right % 1000, right * 10, int(f"{right}7")))
-        response = draw.choice(("{}", "{:,}", "{} dollars", "{:,} (of 7)", "{} for 3 and 4", "{}\n7")).format(given)
-        answer = "She has 3 * 4 = <<3*4=12>>12.\n#### " + draw.choice(("{}", "{:,}")).format(right)
-        assert math(f"5 + 6.\n#### {response}", answer, {}) == gsm8k(f"#### {response}", answer), (response, answer)
+        response = draw.choice(
+            ("{}", "{:,}", "{} dollars", "{:,} (of 7)", "{} for 3 and 4", "{}\n7")
+        ).format(given)
+        answer = "She has 3 * 4 = <<3*4=12>>12.\n#### " + draw.choice(("{}", "{:,}")).format(
+            right
+        )
+        assert math(f"5 + 6.\n#### {response}", answer, {}) == gsm8k(
+            f"#### {response}", answer
+        ), (response, answer)

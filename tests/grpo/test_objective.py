@@ -29,7 +29,10 @@ def problem(seed=0, spread=0.5):
     """A packed micro-batch and log-probabilities that differ enough for every branch of every formula to be taken."""
     generator = torch.Generator().manual_seed(seed)
     batch = {name: torch.zeros(2, SEQ) for name in ("advantages", "weights", "starts")}
-    batch |= {"labels": torch.full((2, SEQ), IGNORE), "document_ids": torch.full((2, SEQ), SEQ - 1)}
+    batch |= {
+        "labels": torch.full((2, SEQ), IGNORE),
+        "document_ids": torch.full((2, SEQ), SEQ - 1),
+    }
     for row, lengths in enumerate(LENGTHS):
         place = 0
         for number, length in enumerate(lengths):
@@ -58,7 +61,8 @@ def by_hand(s, batch, log_probs):
     total, count, longest = 0.0, 0, 9
     for row, places in sequences(batch):
         old, sampled, reference = (
-            [batch[name][row, t].item() for t in places] for name in ("old", "sampled", "reference")
+            [batch[name][row, t].item() for t in places]
+            for name in ("old", "sampled", "reference")
         )
         current = [log_probs[row, t] for t in places]
         n = len(places)
@@ -80,14 +84,22 @@ def by_hand(s, batch, log_probs):
                     term = min(term, torch.tensor(-s.dual_clip * a))
             if s.kl:
                 g, moved = reference[i] - current[i], (current[i] - old[i]).exp()
-                k = {"k1": -g * moved, "k2": g * g / 2 * moved.item(), "k3": (g.exp() - 1 - g) * moved}[s.kl_estimator]
+                k = {
+                    "k1": -g * moved,
+                    "k2": g * g / 2 * moved.item(),
+                    "k3": (g.exp() - 1 - g) * moved,
+                }[s.kl_estimator]
                 term = term + s.kl * k
             w = math.exp(old[i] - sampled[i])
             if s.importance == "none":
                 w = 1.0
             elif s.importance == "truncate":
                 w = min(max(w, s.importance_low), s.importance_high)
-            elif not s.importance_low <= (w if s.importance == "mask" else geometric) <= s.importance_high:
+            elif (
+                not s.importance_low
+                <= (w if s.importance == "mask" else geometric)
+                <= s.importance_high
+            ):
                 w = 0.0
             value = value + w * term
         total = total + (value / n if s.aggregation == "sequence" else value)
@@ -109,7 +121,7 @@ CHOICES = [
     {"importance": "truncate", "importance_low": 0.9, "importance_high": 1.2, "kl": 0.1},
     {"importance": "mask", "importance_low": 0.5, "importance_high": 1.5},
     {"importance": "sequence-mask", "importance_low": 0.8, "importance_high": 1.2},
-]  # fmt: skip
+]
 
 
 def ours(settings, batch, log_probs):
@@ -119,8 +131,14 @@ def ours(settings, batch, log_probs):
     batch = batch | {"weights": torch.zeros(2, SEQ)}
     for row, places in sequences(batch):
         batch["weights"][row, places] = 1 / len(places) if per_sequence else 1.0
-    with mock.patch("minitrain.grpo.objective.linear_log_probs", return_value=(log_probs, torch.ones(2, SEQ))):
-        return objective.head(batch, None, None, batch["labels"]), objective.count(batch), objective
+    with mock.patch(
+        "minitrain.grpo.objective.linear_log_probs", return_value=(log_probs, torch.ones(2, SEQ))
+    ):
+        return (
+            objective.head(batch, None, None, batch["labels"]),
+            objective.count(batch),
+            objective,
+        )
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -134,7 +152,10 @@ def test_equals_a_loop_over_tokens(choice, seed):
     assert terms == count
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        torch.autograd.grad(actual, log_probs), torch.autograd.grad(expected, log_probs), rtol=1e-5, atol=1e-6
+        torch.autograd.grad(actual, log_probs),
+        torch.autograd.grad(expected, log_probs),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -154,7 +175,9 @@ def test_bounds_of_masks_belong_to_what_is_kept(importance):
     """A sampler that is the trainer gives exactly 1."""
     settings = GRPO(importance=importance, importance_low=1.0, importance_high=1.0)
     log_probs = torch.randn(2, 5)
-    assert torch.equal(importance_weights(settings, log_probs, log_probs, lambda x: x), torch.ones(2, 5))
+    assert torch.equal(
+        importance_weights(settings, log_probs, log_probs, lambda x: x), torch.ones(2, 5)
+    )
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -162,7 +185,11 @@ def test_bounds_of_masks_belong_to_what_is_kept(importance):
 def test_ratios_beyond_fp32_stay_numbers(choice, far):
     """exp(200) is infinite in fp32, and 0 times its derivative no number: loss, gradients and what is logged are."""
     batch, log_probs = problem()
-    batch |= {"old": log_probs - far, "sampled": log_probs - 2 * far, "reference": log_probs + far}
+    batch |= {
+        "old": log_probs - far,
+        "sampled": log_probs - 2 * far,
+        "reference": log_probs + far,
+    }
     log_probs.requires_grad_()
     actual, _, objective = ours(GRPO(**choice), batch, log_probs)
     assert actual.isfinite() and torch.autograd.grad(actual, log_probs)[0].isfinite().all()
@@ -177,12 +204,17 @@ def test_ratios_beyond_fp32_stay_numbers(choice, far):
 def test_expected_gradient_is_that_of_the_divergence(kind, moved):
     """Summed over all tokens of a small vocabulary, each as often as the policy that drew it says."""
     torch.manual_seed(0)
-    logits, reference = torch.randn(7, dtype=torch.float64, requires_grad=True), torch.randn(7).double().log_softmax(-1)
+    logits, reference = (
+        torch.randn(7, dtype=torch.float64, requires_grad=True),
+        torch.randn(7).double().log_softmax(-1),
+    )
     log_probs = logits.log_softmax(-1)
     old = (logits.detach() + moved * torch.randn(7)).log_softmax(-1)
     expectation = (old.exp() * kl_estimate(kind, log_probs, reference, old)).sum()
     divergence = (log_probs.exp() * (log_probs - reference)).sum()
-    gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (expectation, divergence)]
+    gradients = [
+        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (expectation, divergence)
+    ]
     torch.testing.assert_close(*gradients)
     if kind != "k2":
         torch.testing.assert_close(expectation, divergence)
@@ -192,7 +224,10 @@ def test_expected_gradient_is_that_of_the_divergence(kind, moved):
 def test_expected_update_is_the_policy_gradient(baseline):
     """All groups of 3 samples of a 4-token policy: leaving the sample out is unbiased, the group's mean gives 2/3."""
     torch.manual_seed(0)
-    logits, rewards = torch.randn(4, dtype=torch.float64, requires_grad=True), torch.randn(4, dtype=torch.float64)
+    logits, rewards = (
+        torch.randn(4, dtype=torch.float64, requires_grad=True),
+        torch.randn(4, dtype=torch.float64),
+    )
     probabilities = logits.softmax(-1)
     exact = torch.autograd.grad((probabilities * rewards).sum(), logits, retain_graph=True)[0]
     total = torch.zeros(4, dtype=torch.float64)
@@ -200,7 +235,10 @@ def test_expected_update_is_the_policy_gradient(baseline):
         index = torch.tensor(group)
         a = advantages(rewards[index][None], baseline, std_scaling=False)[0]
         objective = (a * logits.log_softmax(-1)[index]).mean()
-        total += probabilities[index].prod().item() * torch.autograd.grad(objective, logits, retain_graph=True)[0]
+        total += (
+            probabilities[index].prod().item()
+            * torch.autograd.grad(objective, logits, retain_graph=True)[0]
+        )
     torch.testing.assert_close(total, exact * (1 if baseline == "leave_one_out" else 2 / 3))
 
 
@@ -226,7 +264,9 @@ def test_advantages_by_hand(baseline, std_scaling):
 def test_rewards_that_are_all_alike_teach_nothing(baseline):
     """Not even what the rounding of their mean would: 0.1 + 0.1 + 0.1 is not 0.3."""
     alike = torch.full((1, 3), 0.1, dtype=torch.float64)
-    assert alike.mean() != 0.1 and advantages(alike, baseline, std_scaling=True).tolist() == [[0.0] * 3]
+    assert alike.mean() != 0.1 and advantages(alike, baseline, std_scaling=True).tolist() == [
+        [0.0] * 3
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- what is logged
@@ -234,7 +274,9 @@ def test_rewards_that_are_all_alike_teach_nothing(baseline):
 
 def test_clipping_is_on_the_side_to_which_the_advantage_pushes():
     """Without an advantage, as in a group without a signal, nothing pushes."""
-    moved = torch.tensor([-0.3, 0.3]).expand(3, 2)  # ratios 0.74 and 1.35, within 0.8 and 1.2 lies 1
+    moved = torch.tensor([-0.3, 0.3]).expand(
+        3, 2
+    )  # ratios 0.74 and 1.35, within 0.8 and 1.2 lies 1
     clipped = is_clipped(GRPO(), moved, torch.tensor([[-1.0], [0.0], [1.0]]))
     assert clipped.tolist() == [[True, False], [False, False], [False, True]]
 
@@ -245,25 +287,38 @@ def test_numbers_are_means_over_response_tokens():
     *_, objective = ours(settings, batch, log_probs)
     first = objective.sums
     with torch.no_grad():  # a second micro-batch adds up with the first
-        objective.add({key: torch.zeros(2, SEQ) for key in first if key != "tokens"}, batch["labels"] != IGNORE)
+        objective.add(
+            {key: torch.zeros(2, SEQ) for key in first if key != "tokens"},
+            batch["labels"] != IGNORE,
+        )
     places = [(row, t) for row, each in sequences(batch) for t in each]
     numbers = objective.metrics(lambda x: x)
 
     def mean(function):
-        return sum(function(*(x[row, t].item() for x in columns)) for row, t in places) / len(places) / 2
+        return (
+            sum(function(*(x[row, t].item() for x in columns)) for row, t in places)
+            / len(places)
+            / 2
+        )
 
     columns = [log_probs, batch["old"], batch["sampled"], batch["reference"], batch["advantages"]]
     expected = {
         "entropy": mean(lambda *_: 1.0),
-        "clip_fraction": mean(lambda c, o, g, f, a: math.exp(c - o) < 0.8 if a < 0 else math.exp(c - o) > 1.2),
+        "clip_fraction": mean(
+            lambda c, o, g, f, a: math.exp(c - o) < 0.8 if a < 0 else math.exp(c - o) > 1.2
+        ),
         "kl": mean(lambda c, o, g, f, a: math.exp(f - c) - 1 - f + c),
-        "importance": mean(lambda c, o, g, f, a: math.exp(o - g) if 0.7 <= math.exp(o - g) <= 1.5 else 0),
+        "importance": mean(
+            lambda c, o, g, f, a: math.exp(o - g) if 0.7 <= math.exp(o - g) <= 1.5 else 0
+        ),
         "masked": mean(lambda c, o, g, f, a: not 0.7 <= math.exp(o - g) <= 1.5),
         "token_mult_prob_error": mean(lambda c, o, g, f, a: math.exp(abs(o - g))),
         "generation_kl_error": mean(lambda c, o, g, f, a: math.exp(o - g) - 1 - o + g),
     }
     assert numbers == pytest.approx(expected, rel=1e-5)
-    assert all(map(math.isnan, objective.metrics(lambda x: x).values()))  # each step starts anew, with no tokens
+    assert all(
+        map(math.isnan, objective.metrics(lambda x: x).values())
+    )  # each step starts anew, with no tokens
     del batch["reference"]  # without one, how far the step has moved
     *_, objective = ours(GRPO(), batch, log_probs)
     moved = 2 * mean(lambda c, o, *_: math.exp(o - c) - 1 - o + c)
@@ -278,9 +333,17 @@ TRL = {
     "dr_grpo": ({"aggregation": "constant"}, {"loss_type": "dr_grpo"}),
     "gspo": (
         {"ratio": "sequence", "aggregation": "sequence", "clip_low": 3e-2, "clip_high": 4e-2},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-2, "epsilon_high": 4e-2},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 3e-2,
+            "epsilon_high": 4e-2,
+        },
     ),
-    "cispo": ({"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
+    "cispo": (
+        {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.3},
+        {"loss_type": "cispo", "epsilon_high": 1.3},
+    ),
     "dual_clip": ({"dual_clip": 1.5}, {"loss_type": "dapo", "delta": 1.5}),
     "kl": ({"kl": 0.3, "aggregation": "sequence"}, {"loss_type": "grpo", "beta": 0.3}),
     "importance": (
@@ -298,31 +361,53 @@ def trl_loss(options, batch, log_probs):
     width = max(len(places) for _, places in rows)
 
     def padded(x):
-        return torch.stack([F.pad(x[row, places], (0, width - len(places))) for row, places in rows])
+        return torch.stack(
+            [F.pad(x[row, places], (0, width - len(places))) for row, places in rows]
+        )
 
     current, valid = padded(log_probs), padded(torch.ones(2, SEQ))
     inputs = {
-        "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.long), "prompt_mask": torch.ones(len(rows), 1),
-        "completion_ids": padded(batch["labels"]), "completion_mask": valid,
-        "advantages": padded(batch["advantages"])[:, 0], "old_per_token_logps": padded(batch["old"]),
-        "ref_per_token_logps": padded(batch["reference"]), "num_items_in_batch": valid.sum(),
-        "importance_sampling_ratio": (padded(batch["old"]) - padded(batch["sampled"])).exp().clamp(max=1.2),
-    }  # fmt: skip
+        "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.long),
+        "prompt_mask": torch.ones(len(rows), 1),
+        "completion_ids": padded(batch["labels"]),
+        "completion_mask": valid,
+        "advantages": padded(batch["advantages"])[:, 0],
+        "old_per_token_logps": padded(batch["old"]),
+        "ref_per_token_logps": padded(batch["reference"]),
+        "num_items_in_batch": valid.sum(),
+        "importance_sampling_ratio": (padded(batch["old"]) - padded(batch["sampled"]))
+        .exp()
+        .clamp(max=1.2),
+    }
     trainer = mock.MagicMock()
     defaults = {
-        "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0, "importance_sampling_level": "token",
-        "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None,
-        "max_completion_length": 9, "current_gradient_accumulation_steps": 1, "_entropy_bonus_enabled": False,
-        "use_vllm": "vllm_importance_sampling_mode" in options, "vllm_importance_sampling_correction": True,
-    }  # fmt: skip
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "importance_sampling_level": "token",
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "max_completion_length": 9,
+        "current_gradient_accumulation_steps": 1,
+        "_entropy_bonus_enabled": False,
+        "use_vllm": "vllm_importance_sampling_mode" in options,
+        "vllm_importance_sampling_correction": True,
+    }
     for name, value in (defaults | options).items():
         setattr(trainer, name, value)
     # TRL drops the score-function part of the divergence's gradient unless asked
-    trainer.args = SimpleNamespace(delta=options.get("delta"), use_bias_correction_kl=True, steps_per_generation=1)
+    trainer.args = SimpleNamespace(
+        delta=options.get("delta"), use_bias_correction_kl=True, steps_per_generation=1
+    )
     trainer.accelerator.num_processes = 1
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
     trainer.accelerator.reduce = lambda x, reduction: x
-    trainer._get_per_token_logps_and_entropies.return_value = current, torch.ones_like(current), None
+    trainer._get_per_token_logps_and_entropies.return_value = (
+        current,
+        torch.ones_like(current),
+        None,
+    )
     return GRPOTrainer._compute_loss(trainer, mock.MagicMock(), inputs)
 
 
@@ -335,7 +420,9 @@ def test_equals_trl(method):
     total, count, _ = ours(settings, batch, log_probs)
     theirs = trl_loss(options, batch, log_probs)
     torch.testing.assert_close(total / count, theirs)
-    torch.testing.assert_close(torch.autograd.grad(total / count, log_probs), torch.autograd.grad(theirs, log_probs))
+    torch.testing.assert_close(
+        torch.autograd.grad(total / count, log_probs), torch.autograd.grad(theirs, log_probs)
+    )
 
 
 # ---------------------------------------------------------------------------------------- log-probabilities, entropy
@@ -353,17 +440,24 @@ def materialised(hidden, weight, labels, temperature):
 def test_log_probs_equal_materialised_logits(monkeypatch, chunk, frozen):
     monkeypatch.setattr(loss, "CHUNK", chunk)
     torch.manual_seed(0)
-    inputs = {"hidden": torch.randn(2, 10, 16, requires_grad=True), "weight": torch.randn(29, 16, requires_grad=True)}
+    inputs = {
+        "hidden": torch.randn(2, 10, 16, requires_grad=True),
+        "weight": torch.randn(29, 16, requires_grad=True),
+    }
     labels = torch.randint(29, (2, 10))
     labels[:, ::5] = IGNORE
     if frozen:
         inputs[frozen].requires_grad_(False)
     learned = [x for name, x in inputs.items() if name != frozen]
     upstream = torch.randn(2, 10)
-    results = [function(*inputs.values(), labels, 0.7) for function in (linear_log_probs, materialised)]
+    results = [
+        function(*inputs.values(), labels, 0.7) for function in (linear_log_probs, materialised)
+    ]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert not results[0][1].requires_grad
-    gradients = [torch.autograd.grad((upstream * log_probs).sum(), learned) for log_probs, _ in results]
+    gradients = [
+        torch.autograd.grad((upstream * log_probs).sum(), learned) for log_probs, _ in results
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
@@ -374,9 +468,15 @@ def test_the_defaults_are_a_method_of_the_table():
     methods = {}
     for row in rows:
         named = dict(word.split("=") for word in row if "=" in word and ")" not in word)
-        methods[row[0]] = read_yaml("\n".join(f"{key}: {value}" for key, value in named.items()), "the table")
+        methods[row[0]] = read_yaml(
+            "\n".join(f"{key}: {value}" for key, value in named.items()), "the table"
+        )
     tree = {"task": "grpo", "rollout": {"max_tokens": 8192}}
-    made = {method: from_dict(tree | {"grpo": settings}).grpo for method, settings in methods.items()}
+    made = {
+        method: from_dict(tree | {"grpo": settings}).grpo for method, settings in methods.items()
+    }
     assert made["NeMo"] == GRPO() and len(rows) == len(made) == 10
-    assert {"baseline", "std_scaling", "aggregation", "clip_low", "clip_high"} == set(methods["NeMo"])
+    assert {"baseline", "std_scaling", "aggregation", "clip_low", "clip_high"} == set(
+        methods["NeMo"]
+    )
     assert not any(other == GRPO() for method, other in made.items() if method != "NeMo")

@@ -11,7 +11,12 @@ import torch
 from minitrain.data.chat.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
-from minitrain.grpo.batches import enough_for_pipeline, pack_micro_batches, reply_sample, response_sample
+from minitrain.grpo.batches import (
+    enough_for_pipeline,
+    pack_micro_batches,
+    reply_sample,
+    response_sample,
+)
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged_weight, without_adapters
@@ -59,7 +64,12 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
     """Two updates of 8 responses each, clipped against the weights before both; some responses are filtered. One way
     of adding up also pays for divergence from other weights."""
     scaled, kl = aggregation != "sequence", 0.5 if aggregation == "token" else 0.0
-    grpo = PLAIN["grpo"] | {"aggregation": aggregation, "std_scaling": scaled, "overlong_filter": True, "kl": kl}
+    grpo = PLAIN["grpo"] | {
+        "aggregation": aggregation,
+        "std_scaling": scaled,
+        "overlong_filter": True,
+        "kl": kl,
+    }
     policy = make_policy_trainer(PLAIN | {"grpo": grpo})
     groups, model = made_up_groups(), policy.model
     groups[1][2].truncated = groups[3][0].truncated = True
@@ -68,7 +78,9 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-        reference = [log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
+        reference = [
+            log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts
+        ]
         if kl:
             policy.keep_reference(None)
         for parameter in model.parameters():
@@ -87,13 +99,19 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
         count = {"token": tokens, "sequence": sequences, "constant": sequences * 8}[aggregation]
         losses.append((total / count).item())
         descend(model, total / count, policy.config.optim.lr)
-    expected = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
+    expected = {
+        name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()
+    }
     model.load_state_dict(begun)
     numbers = policy.learn(groups, step=0)
-    changes = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
+    changes = {
+        name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()
+    }
     # a change of 1e-3 to a norm's weight, which is about 1, is stored with a relative error of 6e-5
     check_close([changes], expected, 6e-5, "weights after two updates")
-    assert numbers["clip_fraction"] > 0.1 and numbers["loss"] == pytest.approx(sum(losses) / 2, abs=1e-6)
+    assert numbers["clip_fraction"] > 0.1 and numbers["loss"] == pytest.approx(
+        sum(losses) / 2, abs=1e-6
+    )
 
 
 def test_one_update_asks_for_no_log_probabilities_before_it():
@@ -110,23 +128,33 @@ def test_all_updates_of_a_step_have_its_learning_rate():
 
 
 def test_warm_up_learns_the_answers():
-    policy = make_policy_trainer(TREE | {"grpo": {"warmup_steps": 30, "warmup_lr": 0.5, "mock_digits": 1}})
+    policy = make_policy_trainer(
+        TREE | {"grpo": {"warmup_steps": 30, "warmup_lr": 0.5, "mock_digits": 1}}
+    )
     assert policy.warm_up(open_problems(policy.config)[0]) < 3  # it begins at log 258 = 5.6
 
 
 def test_warm_up_equals_autograd_on_single_replies():
     """Two steps, on other problems each, with a learning rate of their own and the mean over the replies' tokens."""
-    policy = make_policy_trainer(TREE | {"grpo": {"warmup_steps": 2, "warmup_lr": 0.3, "mock_digits": 4}})
+    policy = make_policy_trainer(
+        TREE | {"grpo": {"warmup_steps": 2, "warmup_lr": 0.3, "mock_digits": 4}}
+    )
     problems, model = open_problems(policy.config)[0], policy.model
     begun = snapshot(model.named_parameters())
     for first in (0, 8):
         chosen = problems.take(first, 8)
-        terms = torch.cat([-log_probs(model, problem.prompt, problem.reply) for problem in chosen])
+        terms = torch.cat(
+            [-log_probs(model, problem.prompt, problem.reply) for problem in chosen]
+        )
         descend(model, terms.mean(), 0.3)
-    expected = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
+    expected = {
+        name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()
+    }
     model.load_state_dict(begun)
     assert policy.warm_up(problems) == pytest.approx(terms.mean().item(), rel=1e-5)
-    changes = {name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()}
+    changes = {
+        name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()
+    }
     check_close([changes], expected, 6e-5, "weights after two steps")
 
 
@@ -136,8 +164,12 @@ def test_an_update_does_not_wait_for_the_device(aggregation):
     policy = make_policy_trainer(PLAIN | {"grpo": PLAIN["grpo"] | {"aggregation": aggregation}})
     policy.device = nowhere = torch.device("meta")
     rollouts = [rollout for group in made_up_groups() for rollout in group]
-    batches = policy.batches([response_sample(rollout, 1.0, policy.config) for rollout in rollouts])
-    loss = forward_backward(policy.model.to(nowhere), policy.trainer.objective, batches, policy.meshes, nowhere)
+    batches = policy.batches(
+        [response_sample(rollout, 1.0, policy.config) for rollout in rollouts]
+    )
+    loss = forward_backward(
+        policy.model.to(nowhere), policy.trainer.objective, batches, policy.meshes, nowhere
+    )
     assert loss.device == nowhere and len(batches) > 1
     with pytest.raises(RuntimeError, match="meta"):
         loss.item()
@@ -146,7 +178,13 @@ def test_an_update_does_not_wait_for_the_device(aggregation):
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_evaluation_leaves_no_trace(keep_cache):
     """The next step finds the sampler as a run does that resumes there: prompts are computed alike, to the bit."""
-    grpo = {"prompts": 2, "group": 4, "mock_digits": 12, "keep_cache": keep_cache, "eval_samples": 2}
+    grpo = {
+        "prompts": 2,
+        "group": 4,
+        "mock_digits": 12,
+        "keep_cache": keep_cache,
+        "eval_samples": 2,
+    }
     tree = PLAIN | {"grpo": grpo, "rollout": {"max_tokens": 4, "page_size": 4, "pages": 60}}
     run = Run(configs.from_dict(tree), folder=None)
     run.evaluate()
@@ -177,7 +215,9 @@ def test_every_response_is_in_one_row_of_one_rank(ranks):
                 seen.append(index)
                 assert batch["labels"][here].tolist() == rollouts[index].response
                 assert batch["sampled"][here].tolist() == pytest.approx(rollouts[index].log_probs)
-                assert batch["starts"][here].tolist() == [1.0] + [0.0] * (len(rollouts[index].response) - 1)
+                assert batch["starts"][here].tolist() == [1.0] + [0.0] * (
+                    len(rollouts[index].response) - 1
+                )
         assert torch.equal(batch["document_ids"] == -1, filling(batch))
     assert sorted(seen) == list(range(16))
     assert sum(empty) == -empty.count(False) % ranks
@@ -194,10 +234,15 @@ def test_reply_sample():
     assert sample["labels"].tolist() == [IGNORE, IGNORE, 8, 9]
 
 
-@pytest.mark.parametrize(("schedule", "counts"), [
-    ("1F1B", {1: 4, 4: 4, 5: 5}), ("DualPipeV", {1: 8, 9: 9}), ("Interleaved1F1B", {1: 1, 5: 5, 8: 8, 9: 10}),
-    ("GPipe", {1: 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [
+        ("1F1B", {1: 4, 4: 4, 5: 5}),
+        ("DualPipeV", {1: 8, 9: 9}),
+        ("Interleaved1F1B", {1: 1, 5: 5, 8: 8, 9: 10}),
+        ("GPipe", {1: 1}),
+    ],
+)
 def test_pipelines_get_the_micro_batches_that_they_need(schedule, counts):
     parallel = Parallel(pp=4, schedule=schedule)
     assert {count: enough_for_pipeline(parallel, count) for count in counts} == counts
@@ -227,7 +272,9 @@ def test_a_stale_sampler_is_caught(tmp_path):
 
 
 def make_adapted(tmp_path):
-    policy = make_policy_trainer(PLAIN | {"lora": {"rank": 4, "alpha": 8}, "grpo": PLAIN["grpo"] | {"kl": 0.1}})
+    policy = make_policy_trainer(
+        PLAIN | {"lora": {"rank": 4, "alpha": 8}, "grpo": PLAIN["grpo"] | {"kl": 0.1}}
+    )
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if name.endswith("lora_B"):
@@ -282,10 +329,15 @@ def test_a_refit_sends_changes_below_the_precision_of_bf16():
     state, generator = policy.model.state_dict(), torch.Generator().manual_seed(0)
     sent, products, squares = {}, torch.zeros(2), 0.0
     for name in [name for name in state if name.endswith("proj.weight")]:
-        weight, (a, b) = to_local(state[name]), (to_local(state[adapter]) for adapter in adapter_names(name))
+        weight, (a, b) = (
+            to_local(state[name]),
+            (to_local(state[adapter]) for adapter in adapter_names(name)),
+        )
         change = 2 * b.normal_(std=1e-5, generator=generator) @ a
         sent[name], _ = policy.weights()[name]
-        for i, rounded in enumerate([sent[name], merged_weight(weight, a, b, policy.config.lora)]):
+        for i, rounded in enumerate(
+            [sent[name], merged_weight(weight, a, b, policy.config.lora)]
+        ):
             assert rounded.dtype == torch.bfloat16
             products[i] += ((rounded.float() - weight.float()) * change).sum()
         squares += change.square().sum()
@@ -303,5 +355,7 @@ def test_the_reference_is_on_disk_before_anything_is_trained(tmp_path):
 
 def test_a_resumed_run_needs_the_reference_that_it_began_with(tmp_path):
     """Weights that have been trained already are no reference."""
-    with pytest.raises(InputError, match=r"grpo.kl=0.1: the run that is resumed has kept no reference in"):
+    with pytest.raises(
+        InputError, match=r"grpo.kl=0.1: the run that is resumed has kept no reference in"
+    ):
         make_policy_trainer(TREE).keep_reference(Checkpointer(tmp_path, keep=1), resumed=True)

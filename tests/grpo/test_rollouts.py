@@ -20,7 +20,13 @@ from minitrain.data.records import Skips, read_records
 from minitrain.errors import InputError
 from minitrain.grpo import rollouts
 from minitrain.grpo.rewards import exact
-from minitrain.grpo.rollouts import RolloutWorker, most_samples, pass_at, rewards, sampling_settings
+from minitrain.grpo.rollouts import (
+    RolloutWorker,
+    most_samples,
+    pass_at,
+    rewards,
+    sampling_settings,
+)
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout.sampling import Completion
@@ -42,68 +48,154 @@ def problems_of(tmp_path, lines, positions=512, validation=0.0, **grpo):
     return open_problems(configs.from_dict(tree))
 
 
-@pytest.mark.parametrize("line, answer", [
-    ({"question": "2+2?", "answer": "add\n#### 4"}, "add\n#### 4"),  # GSM8K
-    ({"problem": "2+2?", "generated_solution": "so 4", "expected_answer": "4"}, "4"),  # OpenMathInstruct-2
-    ({"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}, "4"),  # DAPO-Math-17k
-    ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}, "4"),
-    ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, "4"),  # ShareGPT
-    ({"prompt": "2+2?", "answer": 4}, "4"),
-    ({"prompt": "2+2?", "answer": 4.0}, "4.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, answer",
+    [
+        ({"question": "2+2?", "answer": "add\n#### 4"}, "add\n#### 4"),  # GSM8K
+        (
+            {"problem": "2+2?", "generated_solution": "so 4", "expected_answer": "4"},
+            "4",
+        ),  # OpenMathInstruct-2
+        (
+            {
+                "prompt": [{"role": "user", "content": "2+2?"}],
+                "reward_model": {"ground_truth": "4"},
+            },
+            "4",
+        ),  # DAPO-Math-17k
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "2+2?"},
+                    {"role": "assistant", "content": "4"},
+                ]
+            },
+            "4",
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "2+2?"},
+                    {"from": "gpt", "value": "4"},
+                ]
+            },
+            "4",
+        ),  # ShareGPT
+        ({"prompt": "2+2?", "answer": 4}, "4"),
+        ({"prompt": "2+2?", "answer": 4.0}, "4.0"),
+    ],
+)
 def test_usual_lines(tmp_path, line, answer):
     problems, held_out, tokenizer, ends = problems_of(tmp_path, [line])
     (problem,) = problems.problems
-    assert tokenizer.decode(problem.prompt) == "2+2?\n" and problem.answer == answer and problem.row == line
-    assert tokenizer.decode(problem.reply) == answer and (problem.reply[-1],) == ends == (tokenizer.eos_id,)
+    assert (
+        tokenizer.decode(problem.prompt) == "2+2?\n"
+        and problem.answer == answer
+        and problem.row == line
+    )
+    assert tokenizer.decode(problem.reply) == answer and (problem.reply[-1],) == ends == (
+        tokenizer.eos_id,
+    )
     assert held_out is None
 
 
-@pytest.mark.parametrize("line", [
-    {"question": "2+2?", "answer": "4"},
-    {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"},
-    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"question": "2+2?", "answer": "4"},
+        {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"},
+        {
+            "messages": [
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": "4"},
+            ]
+        },
+    ],
+)
 def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
     system = "Be exact." if "messages" in line else "Be short."
     (problem,) = problems_of(tmp_path, [line | {"system": system}])[0].problems
     assert bytes(problem.prompt) == f"{system}\n2+2?\n".encode() and problem.answer == "4"
-    for key in ("tools", "documents", "images"):  # the plain template shows neither tools nor documents
+    for key in (
+        "tools",
+        "documents",
+        "images",
+    ):  # the plain template shows neither tools nor documents
         with pytest.raises(InputError, match=f"problems.jsonl:1: '{key}' is not supported"):
             problems_of(tmp_path, [line | {key: ["x"]}])
-    (again,) = problems_of(tmp_path, [{"messages": None, "problem": None, "tools": None} | line])[0].problems
-    assert again.prompt == problems_of(tmp_path, [line])[0].problems[0].prompt and again.answer == "4"
+    (again,) = problems_of(tmp_path, [{"messages": None, "problem": None, "tools": None} | line])[
+        0
+    ].problems
+    assert (
+        again.prompt == problems_of(tmp_path, [line])[0].problems[0].prompt
+        and again.answer == "4"
+    )
 
 
-@pytest.mark.parametrize("line, message", [
-    ({"question": "2+2?", "choices": ["3", "4"], "answer": "4"}, "'choices' is not supported"),
-    ({"prompt": [{"role": "user", "content": "2+2?"}], "context": "c", "answer": "4"}, "'context' is not supported"),
-    ({"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5", "train": False}]},
-     "the last message of 'messages' is masked, but it is the answer"),
-    ({"question": "2+2?", "answer": "5", "train": False}, "the line is not to be learned"),
-    ({"question": "2+2?", "answer": "5", "loss_weight": 0.0}, "the line is not to be learned"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (
+            {"question": "2+2?", "choices": ["3", "4"], "answer": "4"},
+            "'choices' is not supported",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "2+2?"}], "context": "c", "answer": "4"},
+            "'context' is not supported",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "2+2?"},
+                    {"role": "assistant", "content": "5", "train": False},
+                ]
+            },
+            "the last message of 'messages' is masked, but it is the answer",
+        ),
+        ({"question": "2+2?", "answer": "5", "train": False}, "the line is not to be learned"),
+        (
+            {"question": "2+2?", "answer": "5", "loss_weight": 0.0},
+            "the line is not to be learned",
+        ),
+    ],
+)
 def test_what_a_problem_would_lose_is_refused(tmp_path, line, message):
     with pytest.raises(InputError, match=message):
         problems_of(tmp_path, [line])
 
 
-WRITTEN = ["0.00005", "5e-05", "5E-5", "10000000000000000.5", "1e16", "1.50e2", "-2.5e-7", "1234567890123456789",
-           "0.10", "-0.0", "0.1000000000000000055", "1e-25"]  # fmt: skip
+WRITTEN = [
+    "0.00005",
+    "5e-05",
+    "5E-5",
+    "10000000000000000.5",
+    "1e16",
+    "1.50e2",
+    "-2.5e-7",
+    "1234567890123456789",
+    "0.10",
+    "-0.0",
+    "0.1000000000000000055",
+    "1e-25",
+]
 
 
 @pytest.mark.parametrize("number", WRITTEN)
 def test_numeric_answers_keep_their_digits(tmp_path, number):
     """The oracle is exact: a decimal number of the same value, written without a power of ten."""
-    for name, template in (("a", '{"question": "q", "answer": %s}'),
-                           ("b", '{"question": "q", "reward_model": {"ground_truth": %s}}')):  # fmt: skip
+    for name, template in (
+        ("a", '{"question": "q", "answer": %s}'),
+        ("b", '{"question": "q", "reward_model": {"ground_truth": %s}}'),
+    ):
         (tmp_path / name).write_text(template % number + "\n")
         rows = list(read_records([tmp_path / name], lambda row: row, Skips()))
         answer = answer_of(rows[0], "")
         assert Decimal(answer) == Decimal(number) and "e" not in answer.lower()
         assert answer == number or "e" in number.lower()
         assert json.loads(json.dumps(rows)) == rows and pickle.loads(pickle.dumps(rows)) == rows
-    (tmp_path / "a").write_text('{"question": "q", "answer": 1e-999999999}\n{"question": "q", "answer": 1e300}\n')
+    (tmp_path / "a").write_text(
+        '{"question": "q", "answer": 1e-999999999}\n{"question": "q", "answer": 1e300}\n'
+    )
     rows = list(read_records([tmp_path / "a"], lambda row: row, Skips()))
     assert len(answer_of(rows[0], "")) < 400 and answer_of(rows[1], "") == "1e300"
 
@@ -118,7 +210,13 @@ def test_keys_of_ones_own(tmp_path):
     line = {"question": "no", "q": "2+2?", "a": "4"}
     (problem,) = problems_of(tmp_path, [line], prompt_key="q", answer_key="a")[0].problems
     assert bytes(problem.prompt) == b"2+2?\n" and problem.answer == "4"
-    line = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}], "a": "4"}
+    line = {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "It is 4."},
+        ],
+        "a": "4",
+    }
     (problem,) = problems_of(tmp_path, [line], answer_key="a")[0].problems
     assert bytes(problem.prompt) == b"2+2?\n" and problem.answer == "4"
 
@@ -139,20 +237,39 @@ def test_what_the_system_says_stands_before_a_prompt(tmp_path):
 
 def test_a_chat_that_is_all_prompt(tmp_path):
     line = {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}
-    with pytest.raises(InputError, match="if all of it is the prompt, say so: grpo.prompt_key=messages"):
+    with pytest.raises(
+        InputError, match="if all of it is the prompt, say so: grpo.prompt_key=messages"
+    ):
         problems_of(tmp_path, [line])
     (problem,) = problems_of(tmp_path, [line], prompt_key="messages")[0].problems
     assert bytes(problem.prompt) == b"2+2?\n" and problem.answer == "4"
 
 
-@pytest.mark.parametrize("line, message", [
-    ({"text": "2+2"}, r"jsonl:1: no prompt .one of prompt, .*, input; or name its key by grpo.prompt_key"),
-    ({"question": "2+2?"}, r"jsonl:1: no answer .one of expected_answer, .*, completion; or .* grpo.answer_key"),
-    ({"question": 5, "answer": "4"}, "'question' must be text, not int"), ({"messages": []}, "must end with"),
-    ({"question": 0.5, "answer": "4"}, "'question' must be text, not Number"),
-    ({"messages": [{"role": "assistant", "content": "4"}]}, "must end with the assistant's answer to what comes"),
-    ({"question": "x" * 100, "answer": "4"}, "leaves no room for a response to a prompt of 101 tokens"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (
+            {"text": "2+2"},
+            r"jsonl:1: no prompt .one of prompt, .*, input; or name its key by grpo.prompt_key",
+        ),
+        (
+            {"question": "2+2?"},
+            r"jsonl:1: no answer .one of expected_answer, .*, completion; or .* grpo.answer_key",
+        ),
+        ({"question": 5, "answer": "4"}, "'question' must be text, not int"),
+        ({"messages": []}, "must end with"),
+        ({"question": 0.5, "answer": "4"}, "'question' must be text, not Number"),
+        (
+            {"messages": [{"role": "assistant", "content": "4"}]},
+            "must end with the assistant's answer to what comes",
+        ),
+        (
+            {"question": "x" * 100, "answer": "4"},
+            "leaves no room for a response to a prompt of 101 tokens",
+        ),
+    ],
+    ids=str,
+)
 def test_other_lines_are_refused(tmp_path, line, message):
     with pytest.raises(InputError, match=message):
         problems_of(tmp_path, [line])
@@ -161,7 +278,9 @@ def test_other_lines_are_refused(tmp_path, line, message):
 def test_warming_up_needs_room_for_the_answers(tmp_path):
     line = {"question": "2+2?", "answer": "4" * 70}
     problems_of(tmp_path, [line])
-    with pytest.raises(InputError, match="too short to warm up .* 75 tokens .use grpo.warmup_steps=0, or"):
+    with pytest.raises(
+        InputError, match="too short to warm up .* 75 tokens .use grpo.warmup_steps=0, or"
+    ):
         problems_of(tmp_path, [line], warmup_steps=1)
 
 
@@ -169,19 +288,27 @@ def test_a_prompt_leaves_a_position_for_its_response(tmp_path):
     """Of the model's, as the sampler wants, and not only of batch.seq_len."""
     problems_of(tmp_path, [{"question": "x" * 63, "answer": "4"}])
     problems_of(tmp_path, [{"question": "x" * 62, "answer": "4"}], positions=64)
-    with pytest.raises(InputError, match="leaves no room for a response to a prompt of 64 tokens"):
+    with pytest.raises(
+        InputError, match="leaves no room for a response to a prompt of 64 tokens"
+    ):
         problems_of(tmp_path, [{"question": "x" * 63, "answer": "4"}], positions=64)
 
 
-@pytest.mark.parametrize("digits, least", [(3, 900), (12, 4000)])  # of 4,000 draws of 1,000 strings some are alike
+@pytest.mark.parametrize(
+    "digits, least", [(3, 900), (12, 4000)]
+)  # of 4,000 draws of 1,000 strings some are alike
 def test_made_up_problems_are_different_strings_to_be_reversed(digits, least):
     prompts = [messages[0].content for messages, *_ in reversals(digits)]
     assert [answer for _, answer, _ in reversals(digits)] == [prompt[::-1] for prompt in prompts]
-    assert {len(prompt) for prompt in prompts} == {digits} and least <= len(set(prompts)) == len(prompts) <= 4000
+    assert {len(prompt) for prompt in prompts} == {digits} and least <= len(set(prompts)) == len(
+        prompts
+    ) <= 4000
 
 
 def test_an_epoch_has_every_problem_once(tmp_path):
-    problems = problems_of(tmp_path, [{"question": str(i), "answer": str(i)} for i in range(10)])[0]
+    problems = problems_of(tmp_path, [{"question": str(i), "answer": str(i)} for i in range(10)])[
+        0
+    ]
     epochs = [[problem.answer for problem in problems.take(first, 10)] for first in (0, 10)]
     assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
     assert epochs[0] != epochs[1] and [p.answer for p in problems.take(5, 3)] == epochs[0][5:8]
@@ -189,11 +316,16 @@ def test_an_epoch_has_every_problem_once(tmp_path):
 
 def test_held_out_problems_are_not_trained_on_in_another_line(tmp_path):
     """DAPO-Math-17k has each prompt about a hundred times."""
-    lines = [{"question": str(i % 10), "answer": f"{i % 10}, as was known {i} times"} for i in range(30)]
+    lines = [
+        {"question": str(i % 10), "answer": f"{i % 10}, as was known {i} times"}
+        for i in range(30)
+    ]
     problems, held_out, *_ = problems_of(tmp_path, lines, validation=0.3)
     held = [problem.row["question"] for problem in held_out.problems]
     assert len(held) == len({*held}) == 3
-    assert [problem.row for problem in problems.problems] == [line for line in lines if line["question"] not in held]
+    assert [problem.row for problem in problems.problems] == [
+        line for line in lines if line["question"] not in held
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
@@ -215,7 +347,9 @@ class Scripted:
             answer = prompt[:-1][::-1]
             for i in range(request.n):
                 tokens = [*answer, 257] if i < right else [48]
-                completions.append(Completion(tokens, [-1.0] * len(tokens), "stop" if i < right else "length"))
+                completions.append(
+                    Completion(tokens, [-1.0] * len(tokens), "stop" if i < right else "length")
+                )
         return completions
 
 
@@ -231,7 +365,9 @@ def test_rewards_and_ends():
     groups = sampling.collect(problems, first=0)
     assert [[r.reward for r in group] for group in groups] == [[1.0, 1.0, 1.0, 0.0]] * 2
     assert [r.truncated for r in groups[0]] == [False] * 3 + [True]
-    sampling.tokenizer = SimpleNamespace(decode=lambda tokens: f"{tokens}")  # some show the token that ends a response
+    sampling.tokenizer = SimpleNamespace(
+        decode=lambda tokens: f"{tokens}"
+    )  # some show the token that ends a response
     assert not any("257" in r.text for r in sampling.collect(problems, first=0)[0])
     assert groups[0][0].text == groups[0][0].answer and [r.group for r in groups[1]] == [1] * 4
 
@@ -241,7 +377,9 @@ def test_responses_end_where_transformers_ends_them(tmp_path, name):
     """At any token that the model's files name, and not at the template's alone: a base model ends a text at another,
     after which it would begin a new one, and be rewarded for what that says."""
     torch.manual_seed(0)
-    save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path)
+    save_pretrained(
+        Decoder(model_config("llama3-8b-tiny", num_layers=1, vocab_size=258)), tmp_path
+    )
 
     def greedy():
         config = configs.from_dict(TREE | {"model": {"path": str(tmp_path)}})
@@ -266,20 +404,27 @@ def test_responses_end_where_transformers_ends_them(tmp_path, name):
 
 def test_a_model_that_begins_with_bytes_has_no_end_but_theirs():
     """Mixtral's own, 2, is a byte there like any other."""
-    config = configs.from_dict(TREE | {"model": {"name": "mixtral-8x7b-tiny", "vocab_size": 258, "eos_token_id": 2}})
+    config = configs.from_dict(
+        TREE | {"model": {"name": "mixtral-8x7b-tiny", "vocab_size": 258, "eos_token_id": 2}}
+    )
     assert open_problems(config)[3] == (257,)
 
 
 def test_groups_are_in_the_order_of_their_problems():
     sampling, problems = worker([0, 3])
-    assert [sum(r.reward for r in group) for group in sampling.collect(problems, first=0)] == [0, 3]
+    assert [sum(r.reward for r in group) for group in sampling.collect(problems, first=0)] == [
+        0,
+        3,
+    ]
 
 
 def test_a_response_fills_its_row_at_most():
     """Of a prompt of 29 tokens and a response of 4, a row of 32 reads all but the last."""
     sampling, problems = worker([0], mock_digits=28)
     sampling.collect(problems, first=0)
-    assert len(problems.problems[0].prompt) == 29 and [r.max_tokens for r in sampling.sampler.requests] == [4, 4]
+    assert len(problems.problems[0].prompt) == 29 and [
+        r.max_tokens for r in sampling.sampler.requests
+    ] == [4, 4]
 
 
 def test_another_seed_draws_other_responses():
@@ -294,29 +439,43 @@ def test_what_is_said_of_a_steps_responses():
         rollout.no_signal, rollout.problems = 0.25, 6
     right, lengths = [1, 0, 0, 1, 0, 1, 0, 0], [1, 6, 3, 8, 4, 1, 6, 3]
     assert loop.describe_responses(groups) == {
-        "reward": 3 / 8, "reward_std": pytest.approx(stdev(right)), "no_signal": 0.25,
-        "problems": 6, "length": sum(lengths) / 8, "longest": 8, "truncated": 1 / 8,
-    }  # fmt: skip
+        "reward": 3 / 8,
+        "reward_std": pytest.approx(stdev(right)),
+        "no_signal": 0.25,
+        "problems": 6,
+        "length": sum(lengths) / 8,
+        "longest": 8,
+        "truncated": 1 / 8,
+    }
 
 
 def test_length_costs():
-    sampling, problems = worker([2], overlong_buffer=4, overlong_penalty=0.5)  # from 4 of 8 tokens on
+    sampling, problems = worker(
+        [2], overlong_buffer=4, overlong_penalty=0.5
+    )  # from 4 of 8 tokens on
     assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
     assert sampling.evaluate(problems, 2)["pass@1"] == 2 / 8  # right is right
     sampling.reward = lambda *_: 0.5  # and in part right is not
     assert set(sampling.evaluate(problems, 2).values()) == {0}
 
 
-@pytest.mark.parametrize("limit", [{"batch": {"seq_len": 32}}, {"model": {"max_position_embeddings": 33}}], ids=str)
+@pytest.mark.parametrize(
+    "limit", [{"batch": {"seq_len": 32}}, {"model": {"max_position_embeddings": 33}}], ids=str
+)
 def test_length_costs_all_where_a_response_is_cut_off(limit):
     """A prompt of 29 tokens leaves 4 for its response, in the row or in the model, and not the 8 of rollout.max_tokens:
     a response of 4 was cut off, one of 3 is half as far into the buffer."""
     limit = {key: TREE[key] | value for key, value in limit.items()}
     config = configs.from_dict(TREE | limit | {"grpo": {"mock_digits": 28, "overlong_buffer": 2}})
     problem = open_problems(config)[0].take(0, 1)[0]
-    sampling = RolloutWorker(config, None, SimpleNamespace(decode=str), (), lambda *_: 1, 0, 1, None)
+    sampling = RolloutWorker(
+        config, None, SimpleNamespace(decode=str), (), lambda *_: 1, 0, 1, None
+    )
     assert len(problem.prompt) == 29 and sampling.request(problem, 0, 1, False).max_tokens == 4
-    lengths = [sampling.rewarded(0, problem, Completion([1] * n, [-1.0] * n, "length")).reward for n in (2, 3, 4)]
+    lengths = [
+        sampling.rewarded(0, problem, Completion([1] * n, [-1.0] * n, "length")).reward
+        for n in (2, 3, 4)
+    ]
     assert lengths == [1, 0.5, 0]
 
 
@@ -330,7 +489,10 @@ def test_rewards_that_are_no_numbers():
     sampling, problems = worker([2])
     for given in (None, "good", float("nan"), 10**400, torch.ones(2)):
         sampling.reward = lambda *_, given=given: given
-        with pytest.raises(InputError, match="grpo.reward=exact returned .* for the response '.*', and not a finite"):
+        with pytest.raises(
+            InputError,
+            match="grpo.reward=exact returned .* for the response '.*', and not a finite",
+        ):
             sampling.collect(problems, 0)
 
 
@@ -343,11 +505,20 @@ def test_rewards_that_raise():
     sampling, problems = worker([2])
     for fails, line in (
         (wrong, r"raised KeyError: 'missing' for the response '.*', at .*test_rollouts.py:\d+$"),
-        (lambda *_: [][1], r"raised IndexError: list index out of range for the response '.*', at .*:\d+$"),
-        (lambda *_: json.loads("{"), "raised json.decoder.JSONDecodeError: Expecting .* for the response"),
+        (
+            lambda *_: [][1],
+            r"raised IndexError: list index out of range for the response '.*', at .*:\d+$",
+        ),
+        (
+            lambda *_: json.loads("{"),
+            "raised json.decoder.JSONDecodeError: Expecting .* for the response",
+        ),
         (lambda *_: next(iter(())), "raised StopIteration for the response"),
         (lambda *_: sys.exit(3), "raised SystemExit: 3 for the response"),
-        (lambda *_: torch.ones(2) @ torch.ones(3), r"raised RuntimeError: [^\n]* for the response [^\n]*$"),
+        (
+            lambda *_: torch.ones(2) @ torch.ones(3),
+            r"raised RuntimeError: [^\n]* for the response [^\n]*$",
+        ),
     ):
         sampling.reward = fails
         with pytest.raises(InputError, match="^grpo.reward=exact " + line):
@@ -359,7 +530,9 @@ def test_rewards_that_raise():
 
 def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(loop, "start", None)
-    with pytest.raises(InputError, match="grpo.reward='exakt' is not exact, math or package.module:function"):
+    with pytest.raises(
+        InputError, match="grpo.reward='exakt' is not exact, math or package.module:function"
+    ):
         Run(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
 
 
@@ -370,7 +543,9 @@ def test_groups_without_signal_are_replaced():
     assert [group[0].group for group in groups] == [0, 1]
     assert next(sampling.sampler.seen) == 6  # three rounds of two prompts were enough
     assert len({request.seed for request in sampling.sampler.requests}) == 6
-    assert {r.no_signal for group in groups for r in group} == {4 / 6}  # 0, 4, 0, 0 of 0, 4, 2, 0, 3, 0
+    assert {r.no_signal for group in groups for r in group} == {
+        4 / 6
+    }  # 0, 4, 0, 0 of 0, 4, 2, 0, 3, 0
 
 
 def test_groups_without_signal_fill_up_after_the_last_round():
@@ -385,13 +560,17 @@ def test_an_epoch_has_each_problem_once():
     """However many rounds a step takes; by brute force, over three epochs."""
     sampling, problems = worker([2, 1, 0, 3, 4, 0, 0, 1, 2], generations=4, mock_digits=2)
     seen, sample, taken = [], sampling.sample, 0
-    sampling.sample = lambda chosen, *more: seen.extend(problem.answer for problem in chosen) or sample(chosen, *more)
+    sampling.sample = lambda chosen, *more: (
+        seen.extend(problem.answer for problem in chosen) or sample(chosen, *more)
+    )
     size, rounds = len(problems), set()
     while taken < 3 * size:
         groups = sampling.collect(problems, taken)
         rounds.add((groups[0][0].problems - taken) // 2)
         taken = groups[0][0].problems
-        assert taken == len(seen) and all(rollout.problems == taken for group in groups for rollout in group)
+        assert taken == len(seen) and all(
+            rollout.problems == taken for group in groups for rollout in group
+        )
     everyone = sorted(problem.answer for problem in problems.problems)
     assert size > 80 and len(rounds) > 2
     assert [sorted(seen[n : n + size]) for n in (0, size, 2 * size)] == [everyone] * 3
@@ -405,8 +584,12 @@ def test_length_alone_is_no_signal():
     sampling, problems = worker([2], generations=3, overlong_buffer=4)
     sampling.reward = lambda *_: 0.0
     groups = sampling.collect(problems, first=0)
-    assert [r.reward for r in groups[0]] == [-1 / 4] * 2 + [0.0] * 2 and [len(group) for group in groups] == [4, 4]
-    assert next(sampling.sampler.seen) == 6  # none of three rounds of two prompts had what was looked for
+    assert [r.reward for r in groups[0]] == [-1 / 4] * 2 + [0.0] * 2 and [
+        len(group) for group in groups
+    ] == [4, 4]
+    assert (
+        next(sampling.sampler.seen) == 6
+    )  # none of three rounds of two prompts had what was looked for
     assert {r.no_signal for group in groups for r in group} == {1.0}
 
 
@@ -418,16 +601,28 @@ def test_pass_at_by_enumeration():
 
 
 def test_evaluation():
-    sampling, problems = worker([1, 0, 4, 2], eval_samples=4)  # two greedy responses, then two groups
+    sampling, problems = worker(
+        [1, 0, 4, 2], eval_samples=4
+    )  # two greedy responses, then two groups
     numbers = sampling.evaluate(problems, 2)
-    assert numbers == {"greedy": 0.5, "pass@1": 0.75, "pass@2": pytest.approx((1 + 5 / 6) / 2), "pass@4": 1.0}
+    assert numbers == {
+        "greedy": 0.5,
+        "pass@1": 0.75,
+        "pass@2": pytest.approx((1 + 5 / 6) / 2),
+        "pass@4": 1.0,
+    }
     assert [request.temperature for request in sampling.sampler.requests] == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("replicas", "every", "most"), [(1, 0, 12), (2, 0, 8), (1, 2, 30), (2, 2, 15)])
+@pytest.mark.parametrize(
+    ("replicas", "every", "most"), [(1, 0, 12), (2, 0, 8), (1, 2, 30), (2, 2, 15)]
+)
 def test_samples_that_are_asked_for_at_once(replicas, every, most):
     """By the replica that has the most: of 3 prompts with 4 responses each, and of 6 held-out ones with 5."""
-    tree = {"grpo": {"prompts": 3, "group": 4, "eval_samples": 5}, "batch": {"global": 12, "micro": 1, "seq_len": 32}}
+    tree = {
+        "grpo": {"prompts": 3, "group": 4, "eval_samples": 5},
+        "batch": {"global": 12, "micro": 1, "seq_len": 32},
+    }
     config = configs.from_dict(TREE | tree | {"validation": {"every": every, "batches": 2}})
     problems, _, tokenizer, ends = open_problems(config)
     start(config)
@@ -445,10 +640,21 @@ def test_samples_that_are_asked_for_at_once(replicas, every, most):
 def test_settings_that_decide_which_responses_a_step_has():
     """All that say what is sampled, from which prompts and for which reward, and none of those that train."""
     deciding = {
-        "seed": 1, "data.path": "x", "batch.seq_len": 16, "rollout.temperature": 0.5, "rollout.max_tokens": 4,
-        "grpo.prompts": 8, "grpo.group": 2, "grpo.generations": 2, "grpo.prompt_key": "q", "grpo.answer_key": "a",
-        "grpo.mock_digits": 3, "grpo.reward": "math", "grpo.overlong_buffer": 4, "grpo.overlong_penalty": 0.5,
-    }  # fmt: skip
+        "seed": 1,
+        "data.path": "x",
+        "batch.seq_len": 16,
+        "rollout.temperature": 0.5,
+        "rollout.max_tokens": 4,
+        "grpo.prompts": 8,
+        "grpo.group": 2,
+        "grpo.generations": 2,
+        "grpo.prompt_key": "q",
+        "grpo.answer_key": "a",
+        "grpo.mock_digits": 3,
+        "grpo.reward": "math",
+        "grpo.overlong_buffer": 4,
+        "grpo.overlong_penalty": 0.5,
+    }
 
     def digest(setting=None, value=None):
         config = configs.from_dict(TREE)
@@ -458,7 +664,12 @@ def test_settings_that_decide_which_responses_a_step_has():
         return sampling_settings(config)
 
     assert len({digest(), *(digest(*change) for change in deciding.items())}) == 1 + len(deciding)
-    for setting, value in {"steps": 9, "grpo.kl": 0.5, "optim.lr": 0.1, "batch.global_": 4}.items():
+    for setting, value in {
+        "steps": 9,
+        "grpo.kl": 0.5,
+        "optim.lr": 0.1,
+        "batch.global_": 4,
+    }.items():
         assert digest(setting, value) == digest()
 
 
@@ -493,69 +704,175 @@ def test_it_learns(tmp_path):
     """From random weights to nothing but sevens."""
     tree = TREE | {
         "model": TREE["model"] | {"vocab_size": 258, "num_layers": 1},
-        "steps": 30, "optim": {"lr": 5e-3}, "batch": {"global": 64, "micro": 8, "seq_len": 64},
-        "grpo": {"prompts": 8, "group": 8, "reward": f"{__name__}:count_sevens"}, "rollout": {"max_tokens": 4},
-    }  # fmt: skip
+        "steps": 30,
+        "optim": {"lr": 5e-3},
+        "batch": {"global": 64, "micro": 8, "seq_len": 64},
+        "grpo": {"prompts": 8, "group": 8, "reward": f"{__name__}:count_sevens"},
+        "rollout": {"max_tokens": 4},
+    }
     run = Run(configs.from_dict(tree), tmp_path)
     numbers = list(run.steps(run.begin()))
     assert numbers[0]["reward"] < 0.05 and numbers[-1]["reward"] > 0.8
     assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in numbers)
-    assert numbers[-1]["step_tokens"] == 64 * (5 + 4) and numbers[-1]["step_time_s"] >= numbers[-1]["generation_s"] > 0
+    assert (
+        numbers[-1]["step_tokens"] == 64 * (5 + 4)
+        and numbers[-1]["step_time_s"] >= numbers[-1]["generation_s"] > 0
+    )
 
 
-@pytest.mark.parametrize("setting, message", [
-    ({"data": {"kind": "text", "path": "x"}}, "data.kind=text holds no problems, as task=grpo needs"),
-    ({"data": {"size": [1, 1 << 21, 1]}}, "data.size=.1, 2097152, 1. must be numbers of at most 1,048,576"),
-    ({"grpo": {"group": 1}}, "grpo.group=1 must be at least 2"),
-    ({"grpo": {"prompts": 3, "group": 3}}, "batch.global=8 does not divide grpo.prompts=3 x group=3 = 9 responses"),
-    ({"rollout": {"temperature": 0}}, "rollout.temperature=0.0 must be above 0, for samples that differ"),
-    ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout=0.1: the sampler would disagree with the trainer"),
-    ({"optim": {"ema": 0.9}}, "optim.ema=0.9 is not for task=grpo"),
-    ({"grpo": {"dual_clip": 1.2, "clip_high": 0.2}}, "grpo.dual_clip=1.2 must be above 1 . clip_high=1.2"),
-    ({"grpo": {"dual_clip": 3, "surrogate": "cispo"}}, "dual_clip=3.0 is of surrogate=clip alone, not of cispo"),
-    ({"grpo": {"ratio": "sequence", "surrogate": "reinforce"}}, "surrogate=reinforce has no ratio .use ratio=token"),
-    ({"grpo": {"overlong_penalty": -1}}, "grpo.overlong_penalty=-1.0 must be at least 0"),
-    ({"grpo": {"clip_low": 1e300}}, "grpo.clip_low=1e.300 must be at most 1,000,000,000"),
-    ({"grpo": {"clip_high": 1e300}}, "grpo.clip_high=1e.300 must be at most 1,000,000,000"),
-    ({"grpo": {"importance_high": 1e300}}, "grpo.importance_high=1e.300 must be at most 1,000,000,000"),
-    ({"grpo": {"warmup_steps": -1}}, "grpo.warmup_steps=-1 must be at least 0"),
-    ({"grpo": {"generation_ranks": -1}}, "grpo.generation_ranks=-1 must be at least 0"),
-    ({"rollout": {"tp": 4, "ep": 4}, "model": {"name": "qwen3-30b-a3b-tiny", "num_experts": 6}}, "num_experts=6"),
-    ({"grpo": {"importance_low": 3, "importance_high": 2}}, "importance_low=3.0 exceeds importance_high=2.0"),
-    ({"grpo": {"overlong_buffer": 9}}, "grpo.overlong_buffer=9 exceeds rollout.max_tokens=8"),
-    ({"grpo": {"generation_ranks": 2}}, "grpo.generation_ranks=2 of their own need grpo.lag=1"),
-    ({"grpo": {"ratio": "sequence"}, "parallel": {"cp": 2}}, "parallel.cp=2: no rank sees whole sequences"),
-    ({"grpo": {"importance": "sequence-mask"}, "parallel": {"cp": 2}}, "parallel.cp=2: no rank sees whole sequences"),
-    ({"grpo": {"offload": True, "lag": 1}}, "grpo.offload=true .* needs lag=0 and keep_cache=false"),
-    ({"grpo": {"offload": True, "keep_cache": True}}, "grpo.offload=true .* needs lag=0 and keep_cache=false"),
-    ({"rollout": {"tp": 3}}, "rollout.tp=3 does not divide num_key_value_heads=4 .use 1 or 2."),
-    ({"rollout": {"ep": 2}}, "rollout.ep=2 must be 1 or rollout.tp=1"),
-    ({"rollout": {"tp": 2, "ep": 2}}, "rollout.ep=2 needs a model with experts"),
-    ({"rollout": {"tp": 4}, "model": {"name": "qwen3-30b-a3b-tiny", "moe_intermediate_size": 16}}, "moe_intermediate"),
-    ({"rollout": {"tp": 4}, "model": {"name": "nemotron3-nano-30b-a3b-tiny", "mamba_n_groups": 2}}, "mamba_n_groups=2"),
-    ({"task": "pretrain", "grpo": {"generation_ranks": 2}}, "task=grpo"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        (
+            {"data": {"kind": "text", "path": "x"}},
+            "data.kind=text holds no problems, as task=grpo needs",
+        ),
+        (
+            {"data": {"size": [1, 1 << 21, 1]}},
+            "data.size=.1, 2097152, 1. must be numbers of at most 1,048,576",
+        ),
+        ({"grpo": {"group": 1}}, "grpo.group=1 must be at least 2"),
+        (
+            {"grpo": {"prompts": 3, "group": 3}},
+            "batch.global=8 does not divide grpo.prompts=3 x group=3 = 9 responses",
+        ),
+        (
+            {"rollout": {"temperature": 0}},
+            "rollout.temperature=0.0 must be above 0, for samples that differ",
+        ),
+        (
+            {"lora": {"rank": 2, "dropout": 0.1}},
+            "lora.dropout=0.1: the sampler would disagree with the trainer",
+        ),
+        ({"optim": {"ema": 0.9}}, "optim.ema=0.9 is not for task=grpo"),
+        (
+            {"grpo": {"dual_clip": 1.2, "clip_high": 0.2}},
+            "grpo.dual_clip=1.2 must be above 1 . clip_high=1.2",
+        ),
+        (
+            {"grpo": {"dual_clip": 3, "surrogate": "cispo"}},
+            "dual_clip=3.0 is of surrogate=clip alone, not of cispo",
+        ),
+        (
+            {"grpo": {"ratio": "sequence", "surrogate": "reinforce"}},
+            "surrogate=reinforce has no ratio .use ratio=token",
+        ),
+        ({"grpo": {"overlong_penalty": -1}}, "grpo.overlong_penalty=-1.0 must be at least 0"),
+        ({"grpo": {"clip_low": 1e300}}, "grpo.clip_low=1e.300 must be at most 1,000,000,000"),
+        ({"grpo": {"clip_high": 1e300}}, "grpo.clip_high=1e.300 must be at most 1,000,000,000"),
+        (
+            {"grpo": {"importance_high": 1e300}},
+            "grpo.importance_high=1e.300 must be at most 1,000,000,000",
+        ),
+        ({"grpo": {"warmup_steps": -1}}, "grpo.warmup_steps=-1 must be at least 0"),
+        ({"grpo": {"generation_ranks": -1}}, "grpo.generation_ranks=-1 must be at least 0"),
+        (
+            {
+                "rollout": {"tp": 4, "ep": 4},
+                "model": {"name": "qwen3-30b-a3b-tiny", "num_experts": 6},
+            },
+            "num_experts=6",
+        ),
+        (
+            {"grpo": {"importance_low": 3, "importance_high": 2}},
+            "importance_low=3.0 exceeds importance_high=2.0",
+        ),
+        ({"grpo": {"overlong_buffer": 9}}, "grpo.overlong_buffer=9 exceeds rollout.max_tokens=8"),
+        (
+            {"grpo": {"generation_ranks": 2}},
+            "grpo.generation_ranks=2 of their own need grpo.lag=1",
+        ),
+        (
+            {"grpo": {"ratio": "sequence"}, "parallel": {"cp": 2}},
+            "parallel.cp=2: no rank sees whole sequences",
+        ),
+        (
+            {"grpo": {"importance": "sequence-mask"}, "parallel": {"cp": 2}},
+            "parallel.cp=2: no rank sees whole sequences",
+        ),
+        (
+            {"grpo": {"offload": True, "lag": 1}},
+            "grpo.offload=true .* needs lag=0 and keep_cache=false",
+        ),
+        (
+            {"grpo": {"offload": True, "keep_cache": True}},
+            "grpo.offload=true .* needs lag=0 and keep_cache=false",
+        ),
+        (
+            {"rollout": {"tp": 3}},
+            "rollout.tp=3 does not divide num_key_value_heads=4 .use 1 or 2.",
+        ),
+        ({"rollout": {"ep": 2}}, "rollout.ep=2 must be 1 or rollout.tp=1"),
+        ({"rollout": {"tp": 2, "ep": 2}}, "rollout.ep=2 needs a model with experts"),
+        (
+            {
+                "rollout": {"tp": 4},
+                "model": {"name": "qwen3-30b-a3b-tiny", "moe_intermediate_size": 16},
+            },
+            "moe_intermediate",
+        ),
+        (
+            {
+                "rollout": {"tp": 4},
+                "model": {"name": "nemotron3-nano-30b-a3b-tiny", "mamba_n_groups": 2},
+            },
+            "mamba_n_groups=2",
+        ),
+        ({"task": "pretrain", "grpo": {"generation_ranks": 2}}, "task=grpo"),
+    ],
+    ids=str,
+)
 def test_contradictions_are_refused(setting, message):
     with pytest.raises(InputError, match=message):
         configs.from_dict(TREE | {"grpo": {}} | setting)
 
 
-@pytest.mark.parametrize("setting", [
-    {"grpo": {"overlong_buffer": 8, "importance_low": 2, "ratio": "sequence"}},
-    {"rollout": {"tp": 4, "ep": 4}, "model": {"name": "qwen3-30b-a3b-tiny", "moe_intermediate_size": 16}},
-    {"lora": {}, "model": {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}},  # which never moves
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"grpo": {"overlong_buffer": 8, "importance_low": 2, "ratio": "sequence"}},
+        {
+            "rollout": {"tp": 4, "ep": 4},
+            "model": {"name": "qwen3-30b-a3b-tiny", "moe_intermediate_size": 16},
+        },
+        {
+            "lora": {},
+            "model": {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1},
+        },  # which never moves
+    ],
+    ids=str,
+)
 def test_what_looks_like_a_contradiction_and_is_none(setting):
     configs.from_dict(TREE | {"rollout": {"max_tokens": 8}} | setting)
 
 
-@pytest.mark.parametrize("apart, tp, ranks, possible, message", [
-    (2, 1, 5, 4, "grpo.generation_ranks=2 of 5 ranks must be a multiple of those that train .use 0 or 4."),
-    (4, 1, 4, 8, "grpo.generation_ranks=4 of 4 ranks must be a multiple of those that train .use 0, 2 or 3."),
-    (0, 2, 3, 4, "rollout.tp=2 does not divide the 3 ranks that train"),
-])  # fmt: skip
-def test_ranks_that_sample_are_a_multiple_of_those_that_train(apart, tp, ranks, possible, message):
-    tree = TREE | {"grpo": {"lag": 1, "generation_ranks": apart}, "rollout": {"max_tokens": 8, "tp": tp}}
+@pytest.mark.parametrize(
+    "apart, tp, ranks, possible, message",
+    [
+        (
+            2,
+            1,
+            5,
+            4,
+            "grpo.generation_ranks=2 of 5 ranks must be a multiple of those that train .use 0 or 4.",
+        ),
+        (
+            4,
+            1,
+            4,
+            8,
+            "grpo.generation_ranks=4 of 4 ranks must be a multiple of those that train .use 0, 2 or 3.",
+        ),
+        (0, 2, 3, 4, "rollout.tp=2 does not divide the 3 ranks that train"),
+    ],
+)
+def test_ranks_that_sample_are_a_multiple_of_those_that_train(
+    apart, tp, ranks, possible, message
+):
+    tree = TREE | {
+        "grpo": {"lag": 1, "generation_ranks": apart},
+        "rollout": {"max_tokens": 8, "tp": tp},
+    }
     with pytest.raises(InputError, match=message):
         check_layout(configs.from_dict(tree), ranks)
     check_layout(configs.from_dict(tree), possible)

@@ -22,7 +22,9 @@ def command(*words, timeout: float = 300, **environment: str) -> subprocess.Comp
     words = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = SERVER.Process(target=become, args=(words, outputs, dict(os.environ) | environment))
+        process = SERVER.Process(
+            target=become, args=(words, outputs, dict(os.environ) | environment)
+        )
         process.start()
         process.join(timeout)
         if process.is_alive():
@@ -52,6 +54,15 @@ def become(words: list[str], outputs: list[Path], environment: dict[str, str]) -
 
 def torchrun(ranks: int, *words) -> subprocess.CompletedProcess:
     """`words` on so many ranks, started by torch's own launcher."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([*launcher, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [*launcher, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )

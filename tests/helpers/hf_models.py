@@ -26,15 +26,26 @@ from transformers import (
 from minitrain import InputError, load_pretrained
 
 _SIZES = dict(
-    vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-    num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 # Within 64 positions the 4 frequencies of an 8-wide head turn 10.2, 1.02, 0.102 and 0.01 times, so these factors keep
 # the first, interpolate the second and divide the others.
 LLAMA3_ROPE = dict(
-    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=0.5, high_freq_factor=4.0,
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=0.5,
+    high_freq_factor=4.0,
     original_max_position_embeddings=64,
-)  # fmt: skip
+)
 
 
 def _theta(theta: float) -> dict:
@@ -43,64 +54,140 @@ def _theta(theta: float) -> dict:
 
 CONFIGS = {
     "llama3": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, rope_parameters=_theta(500.0)),
-    "llama3.1": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, rope_parameters=dict(LLAMA3_ROPE)),
+    "llama3.1": lambda: LlamaConfig(
+        **_SIZES, rms_norm_eps=1e-3, rope_parameters=dict(LLAMA3_ROPE)
+    ),
     "llama3-tied": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, tie_word_embeddings=True),
     "qwen2.5": lambda: Qwen2Config(**_SIZES, rms_norm_eps=1e-3, rope_parameters=_theta(1000.0)),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, rms_norm_eps=1e-3, rope_parameters=_theta(1000.0)),
-    "qwen3-tied": lambda: Qwen3Config(**_SIZES, head_dim=16, rms_norm_eps=1e-3, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(
+        **_SIZES, head_dim=16, rms_norm_eps=1e-3, rope_parameters=_theta(1000.0)
+    ),
+    "qwen3-tied": lambda: Qwen3Config(
+        **_SIZES, head_dim=16, rms_norm_eps=1e-3, tie_word_embeddings=True
+    ),
     "nemotron": lambda: NemotronConfig(**_SIZES, norm_eps=1e-3, partial_rotary_factor=0.5),
 }
 
 _MOE = dict(num_experts_per_tok=3, moe_intermediate_size=32)
 # Of the 4 pairs of an 8-wide head, 2 turn at least once in 32 positions and stay, the last is divided, one is mixed.
 _YARN = dict(
-    rope_type="yarn", rope_theta=100.0, factor=8.0, original_max_position_embeddings=32, beta_fast=1.0, beta_slow=0.2,
-)  # fmt: skip
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=8.0,
+    original_max_position_embeddings=32,
+    beta_fast=1.0,
+    beta_slow=0.2,
+)
 _DEEPSEEK = _SIZES | dict(
-    num_hidden_layers=3, num_key_value_heads=6, rms_norm_eps=1e-3, n_routed_experts=16, n_shared_experts=2,
-    num_experts_per_tok=4, moe_intermediate_size=24, first_k_dense_replace=1, q_lora_rank=40, kv_lora_rank=32,
-    qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
-)  # fmt: skip
+    num_hidden_layers=3,
+    num_key_value_heads=6,
+    rms_norm_eps=1e-3,
+    n_routed_experts=16,
+    n_shared_experts=2,
+    num_experts_per_tok=4,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    q_lora_rank=40,
+    kv_lora_rank=32,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+)
 MOE_CONFIGS = {
     "mixtral": lambda: MixtralConfig(
-        **_SIZES, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-3, rope_parameters=_theta(500.0)
+        **_SIZES,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        rms_norm_eps=1e-3,
+        rope_parameters=_theta(500.0),
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_SIZES, **_MOE, num_experts=8, norm_topk_prob=True, head_dim=16, rms_norm_eps=1e-3,
+        **_SIZES,
+        **_MOE,
+        num_experts=8,
+        norm_topk_prob=True,
+        head_dim=16,
+        rms_norm_eps=1e-3,
         rope_parameters=_theta(1000.0),
     ),
     "deepseek-v3": lambda: DeepseekV3Config(
-        **_DEEPSEEK, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        **_DEEPSEEK,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
         rope_parameters=_YARN | dict(mscale=0.7, mscale_all_dim=1.0),
     ),
     "kimi-k2": lambda: DeepseekV3Config(
-        **_DEEPSEEK, n_group=1, topk_group=1, routed_scaling_factor=2.827,
+        **_DEEPSEEK,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
         rope_parameters=_YARN | dict(beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
     ),
     "gpt-oss": lambda: GptOssConfig(
-        **_SIZES | dict(num_hidden_layers=3), head_dim=16, num_local_experts=8, num_experts_per_tok=3, sliding_window=8,
-        rms_norm_eps=1e-3, rope_parameters=_YARN | dict(truncate=False),
+        **_SIZES | dict(num_hidden_layers=3),
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=8,
+        rms_norm_eps=1e-3,
+        rope_parameters=_YARN | dict(truncate=False),
     ),
-}  # fmt: skip
+}
 
 
 _HYBRID = dict(
-    vocab_size=96, hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
-    layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
-    max_position_embeddings=256, ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=12, conv_kernel=3, chunk_size=32,
-    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, moe_shared_expert_intermediate_size=56,
-    routed_scaling_factor=2.5, bos_token_id=1, eos_token_id=2, time_step_min=1e-30,
-)  # fmt: skip
-BOUNDED = dict(time_step_min=0.6, time_step_limit=(0.6, math.inf))  # transformers 5.24 looks at the former alone
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=80,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    layers_block_type=[
+        "linear_attention",
+        "moe",
+        "full_attention",
+        "mlp",
+        "linear_attention",
+        "moe",
+    ],
+    max_position_embeddings=256,
+    ssm_state_size=16,
+    mamba_num_heads=8,
+    mamba_head_dim=12,
+    conv_kernel=3,
+    chunk_size=32,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=56,
+    routed_scaling_factor=2.5,
+    bos_token_id=1,
+    eos_token_id=2,
+    time_step_min=1e-30,
+)
+BOUNDED = dict(
+    time_step_min=0.6, time_step_limit=(0.6, math.inf)
+)  # transformers 5.24 looks at the former alone
 HYBRID_CONFIGS = {
     "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, layer_norm_epsilon=1e-3),
-    "nemotron_h-latent": lambda: NemotronHConfig(**_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1),
-    "nemotron_h-least-dt": lambda: NemotronHConfig(**_HYBRID | BOUNDED, n_groups=2, norm_topk_prob=False),
+    "nemotron_h-latent": lambda: NemotronHConfig(
+        **_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1
+    ),
+    "nemotron_h-least-dt": lambda: NemotronHConfig(
+        **_HYBRID | BOUNDED, n_groups=2, norm_topk_prob=False
+    ),
     "nemotron_h-wide-heads": lambda: NemotronHConfig(**_HYBRID | dict(head_dim=128), n_groups=2),
     "gpt2": lambda: GPT2Config(
-        vocab_size=96, n_embd=48, n_layer=3, n_head=16, n_positions=64, n_inner=80, layer_norm_epsilon=1e-3,
+        vocab_size=96,
+        n_embd=48,
+        n_layer=3,
+        n_head=16,
+        n_positions=64,
+        n_inner=80,
+        layer_norm_epsilon=1e-3,
     ),
-}  # fmt: skip
+}
 
 
 def build(family: str, seed: int = 0, **changes):
@@ -108,7 +195,9 @@ def build(family: str, seed: int = 0, **changes):
     config = (CONFIGS | MOE_CONFIGS | HYBRID_CONFIGS)[family]()
     config.update(changes)
     torch.manual_seed(seed)  # from which transformers draws the initial dt_bias of Mamba
-    options = dict(attn_implementation="eager", experts_implementation="eager", dtype=torch.float32)
+    options = dict(
+        attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
     model = AutoModelForCausalLM.from_config(config, **options).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -135,11 +224,15 @@ def compare_with_transformers(folder):
     """The logits of a checkpoint, as both read it."""
     tokens = random_tokens(2, 60)
     with torch.no_grad():
-        torch.testing.assert_close(load_pretrained(folder)(tokens), reload(folder)(tokens).logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            load_pretrained(folder)(tokens), reload(folder)(tokens).logits, atol=1e-4, rtol=0
+        )
 
 
 def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, _SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, _SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def packed(theirs, tokens, rows):
@@ -147,10 +240,14 @@ def packed(theirs, tokens, rows):
 
     rows: for each row of `tokens`, the lengths of its documents.
     """
-    document_ids = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    document_ids = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    )
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     pieces = [piece for i, row in enumerate(rows) for piece in tokens[i].split(row)]
-    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(*tokens.shape, -1)
+    expected = torch.cat([theirs(piece[None]).logits[0] for piece in pieces]).view(
+        *tokens.shape, -1
+    )
     return expected, document_ids, positions
 
 
@@ -174,8 +271,12 @@ def edit_json(file, **changes):
 
 def edit_weights(folder, **changes):
     """Set tensors of model.safetensors; None removes one."""
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()} | changes
-    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()
+    } | changes
+    save_file(
+        {name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors"
+    )
 
 
 def refused(call, *parts):

@@ -33,11 +33,17 @@ GRPO = {
     "steps": 4,
     "data": {"template": "plain"},
     "batch": {"global": 16, "micro": 4, "seq_len": 32},
-    "grpo": {"prompts": 4, "group": 4, "lag": 1, "kl": 0.1, "importance": "truncate",
-             "reward": "tests.distributed.test_grpo_layouts:oddness"},
+    "grpo": {
+        "prompts": 4,
+        "group": 4,
+        "lag": 1,
+        "kl": 0.1,
+        "importance": "truncate",
+        "reward": "tests.distributed.test_grpo_layouts:oddness",
+    },
     "rollout": {"max_tokens": 8},
     "checkpoint": {"every": 1},
-}  # fmt: skip
+}
 
 MEASURED = ("_s", "_sec", "_gpu", "mfu", "_gib")  # numbers that no two runs share end so
 
@@ -80,12 +86,16 @@ class Run:
         """Those of all steps so far, without the times they took and what else was measured."""
         file = self.out / "metrics.jsonl"
         text = file.read_text() if file.exists() else ""
-        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        lines = [
+            json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")
+        ]
         return [{k: v for k, v in line.items() if not k.endswith(MEASURED)} for line in lines]
 
     def finish(self, ranks: Ranks) -> list[dict]:
         """The numbers of all steps, after a good end."""
-        assert ranks.wait(120) and not any(ranks.codes()), f"{ranks.codes()}\n{self.log.read_text()}"
+        assert ranks.wait(120) and not any(ranks.codes()), (
+            f"{ranks.codes()}\n{self.log.read_text()}"
+        )
         return self.numbers()
 
 
@@ -109,7 +119,9 @@ def torment(case: Case, folder: Path, times: int, seed: int) -> dict:
         run = Run(case, folder / f"run-{len(runs)}")
         runs.append(run)
         began, ranks = time.monotonic(), run.start()
-        while (len(seconds) < times or most() < 2) and not ranks.wait(generator.uniform(0, duration)):
+        while (len(seconds) < times or most() < 2) and not ranks.wait(
+            generator.uniform(0, duration)
+        ):
             seconds.append(ranks.kill(generator.randrange(case.ranks)))
             ranks = run.start()
         found = run.finish(ranks)
@@ -117,8 +129,13 @@ def torment(case: Case, folder: Path, times: int, seed: int) -> dict:
             duration = min(duration, time.monotonic() - began)
         differing = [pair for pair in zip(expected, found, strict=True) if pair[0] != pair[1]]
         assert not differing, f"{run.out}, started {run.starts} times: {differing[0]}"
-    return {"kills": len(seconds), "runs": len(runs), "most kills of one run": most(),
-            "one run": duration, "slowest end after a kill": max(seconds)}  # fmt: skip
+    return {
+        "kills": len(seconds),
+        "runs": len(runs),
+        "most kills of one run": most(),
+        "one run": duration,
+        "slowest end after a kill": max(seconds),
+    }
 
 
 def share(times: int) -> dict[str, int]:
@@ -127,15 +144,22 @@ def share(times: int) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for name, times in share(options.times).items():
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="minitrain-kill-") as folder:
-            numbers = torment(CASES[name], Path(folder), times, options.seed) | {"in all": time.monotonic() - began}
-        told = [f"{key} {value if isinstance(value, int) else f'{value:.2f} s'}" for key, value in numbers.items()]
+            numbers = torment(CASES[name], Path(folder), times, options.seed) | {
+                "in all": time.monotonic() - began
+            }
+        told = [
+            f"{key} {value if isinstance(value, int) else f'{value:.2f} s'}"
+            for key, value in numbers.items()
+        ]
         print(f"{name}: {', '.join(told)}", flush=True)
 
 

@@ -56,7 +56,9 @@ def ragged_batch(config: Config, step: int) -> Tensors:
     """A global batch whose rows have very different numbers of valid labels: none in the first, most in the last."""
     rows, length = config.batch.global_, config.batch.seq_len
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(config.model.config.vocab_size, (rows, length + 1), generator=generator)
+    tokens = torch.randint(
+        config.model.config.vocab_size, (rows, length + 1), generator=generator
+    )
     valid = torch.arange(rows)[:, None] * length // rows
     labels = torch.where(torch.arange(length) < valid, tokens[:, 1:], IGNORE)
     return {"tokens": tokens[:, :-1], "labels": labels}
@@ -65,7 +67,9 @@ def ragged_batch(config: Config, step: int) -> Tensors:
 def packed_batch(config, step):
     """`ragged_batch` with a document border before every fourth token or so, and positions that restart there."""
     batch = ragged_batch(config, step)
-    begins = torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(step)) < 0.25
+    begins = (
+        torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(step)) < 0.25
+    )
     place = torch.arange(begins.shape[1])
     positions = place - torch.where(begins, place, 0).cummax(1).values
     return batch | {"document_ids": begins.cumsum(1), "positions": positions}
@@ -75,7 +79,10 @@ class Batches:
     """So many global batches, one after the other, as a dataset."""
 
     def __init__(self, config: Config, steps: int, batch: Callable = ragged_batch):
-        self.batches, self.rows = [batch(config, step) for step in range(steps)], config.batch.global_
+        self.batches, self.rows = (
+            [batch(config, step) for step in range(steps)],
+            config.batch.global_,
+        )
 
     def __len__(self) -> int:
         return len(self.batches) * self.rows
@@ -98,8 +105,12 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
         rows = [local_tokens(each, meshes.cp, config.parallel.context) for each in rows]
         loss = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
         trace.losses.append(loss.item())
-        trace.gradients.append(copies((name, p.grad) for name, p in model.named_parameters() if p.requires_grad))
-        trace.norms.append(clip_gradients(list(model.parameters()), config.optim.clip, meshes.pp).item())
+        trace.gradients.append(
+            copies((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+        )
+        trace.norms.append(
+            clip_gradients(list(model.parameters()), config.optim.clip, meshes.pp).item()
+        )
         descend(model, config.optim.lr)
         trace.weights.append(copies(model.named_parameters()))
     return trace
@@ -167,13 +178,18 @@ def micro_batches(batch: Tensors, config: Config, ranks: DeviceMesh) -> list[Ten
     share = config.batch.global_ // ranks.size()
     first = ranks.get_local_rank() * share
     starts = range(first, first + share, config.batch.micro)
-    return [{key: value[n : n + config.batch.micro] for key, value in batch.items()} for n in starts]
+    return [
+        {key: value[n : n + config.batch.micro] for key, value in batch.items()} for n in starts
+    ]
 
 
 @torch.no_grad()
 def copies(named: Iterable[tuple[str, Tensor]]) -> Tensors:
     """Of shards the rank's parts: the pool makes whole what ranks return, in far less time than gathering takes."""
-    return {name: part_of(tensor) if isinstance(tensor, DTensor) else tensor.clone() for name, tensor in named}
+    return {
+        name: part_of(tensor) if isinstance(tensor, DTensor) else tensor.clone()
+        for name, tensor in named
+    }
 
 
 def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
@@ -184,7 +200,9 @@ def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
 def built(tree: dict) -> Tensors:
     """This rank's weights, in full, as a run begins with them."""
     config = configs.from_dict(tree | {"device": "cpu"})
-    return snapshot(build_model(config, start(config), partial(fill_weights, config)).named_parameters())
+    return snapshot(
+        build_model(config, start(config), partial(fill_weights, config)).named_parameters()
+    )
 
 
 def initial_weights(config: Config) -> Tensors:
@@ -212,7 +230,9 @@ def plain_step(config: Config, weights: Tensors, batch: Tensors) -> tuple[float,
     model.load_state_dict(weights, strict=False)
     loss = LanguageModeling().loss(model, batch) / (batch["labels"] != IGNORE).sum()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return loss.item(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    return loss.item(), dict(
+        zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)
+    )
 
 
 def check_against_one_process(
@@ -239,18 +259,40 @@ def check_against_one_process(
             return check_against_one_process(pool, world_size, tree, steps, batch, tolerance, run)
     config = configs.from_dict(tree)
     traces = pool.run(world_size, run, tree, steps, batch)
-    check_close([trace.weights[0] for trace in traces], initial_weights(config), 0, "initial weights")
+    check_close(
+        [trace.weights[0] for trace in traces], initial_weights(config), 0, "initial weights"
+    )
     for step in range(steps):
-        weights = {name: tensor for trace in traces for name, tensor in trace.weights[step].items()}
+        weights = {
+            name: tensor for trace in traces for name, tensor in trace.weights[step].items()
+        }
         loss, gradients = plain_step(config, weights, batch(config, step))
-        norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm().item()
+        norm = (
+            torch.stack([gradient.double().norm() for gradient in gradients.values()])
+            .norm()
+            .item()
+        )
         rate = config.optim.lr * min(1, (config.optim.clip or norm) / norm)
         updated = {name: weights[name] - rate * gradients.get(name, 0) for name in weights}
         for rank, trace in enumerate(traces):
-            assert abs(trace.losses[step] / loss - 1) <= tolerance, f"loss of step {step} on rank {rank}"
-            assert abs(trace.norms[step] / norm - 1) <= tolerance, f"gradient norm of step {step} on rank {rank}"
-        check_close([trace.gradients[step] for trace in traces], gradients, tolerance, f"gradients of step {step}")
-        check_close([trace.weights[step + 1] for trace in traces], updated, tolerance, f"weights after step {step}")
+            assert abs(trace.losses[step] / loss - 1) <= tolerance, (
+                f"loss of step {step} on rank {rank}"
+            )
+            assert abs(trace.norms[step] / norm - 1) <= tolerance, (
+                f"gradient norm of step {step} on rank {rank}"
+            )
+        check_close(
+            [trace.gradients[step] for trace in traces],
+            gradients,
+            tolerance,
+            f"gradients of step {step}",
+        )
+        check_close(
+            [trace.weights[step + 1] for trace in traces],
+            updated,
+            tolerance,
+            f"weights after step {step}",
+        )
 
 
 @contextmanager
@@ -275,11 +317,20 @@ def check_close(ranks: list[Tensors], expected: Tensors, tolerance: float, what:
     Where terms cancel to nothing, as in the gradients of GPT-3's key biases, only their rounding is left to compare.
     """
     nothing = 1e-10 * max(tensor.double().norm().item() for tensor in expected.values())
-    actual = [(rank, name, tensor) for rank, tensors in enumerate(ranks) for name, tensor in tensors.items()]
+    actual = [
+        (rank, name, tensor)
+        for rank, tensors in enumerate(ranks)
+        for name, tensor in tensors.items()
+    ]
     assert {name for _, name, _ in actual} == set(expected), what
-    errors = ((relative_error(tensor, expected[name], nothing), name, rank) for rank, name, tensor in actual)
+    errors = (
+        (relative_error(tensor, expected[name], nothing), name, rank)
+        for rank, name, tensor in actual
+    )
     error, name, rank = max(errors)
-    assert error <= tolerance, f"{what}: {name} on rank {rank} is off by {error:.1e} (relative; allowed {tolerance})"
+    assert error <= tolerance, (
+        f"{what}: {name} on rank {rank} is off by {error:.1e} (relative; allowed {tolerance})"
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
@@ -289,7 +340,10 @@ def relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> floa
     """
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
-    difference, size = (actual.double() - expected).norm().item(), max(expected.double().norm().item(), least)
+    difference, size = (
+        (actual.double() - expected).norm().item(),
+        max(expected.double().norm().item(), least),
+    )
     if difference == 0:
         return 0.0
     return difference / size if size else float("inf")
@@ -298,7 +352,10 @@ def relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> floa
 def count_flops(function: Callable) -> dict[str, int]:
     """What torch counts in function(), by operator. Attention as plain products: on a CPU it counts no others."""
     mapping = {torch.ops.aten._grouped_mm: grouped_mm_flops}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, sdpa_kernel(SDPBackend.MATH):
+    with (
+        FlopCounterMode(display=False, custom_mapping=mapping) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         function()
     return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
 

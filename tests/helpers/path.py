@@ -43,7 +43,10 @@ def functions_of(run: Callable[[], object]) -> dict[Path, set[str]]:
 
 def decoding_step() -> dict[Path, set[str]]:
     """Of a Llama whose two samples have been decoded before, as in the midst of `generate`."""
-    sampler = Sampler(Decoder(model_config("llama3-8b-tiny")), settings=Rollout(page_size=4, pages=50, compile=False))
+    sampler = Sampler(
+        Decoder(model_config("llama3-8b-tiny")),
+        settings=Rollout(page_size=4, pages=50, compile=False),
+    )
     for prompt in ([1, 2, 3], [4, 5]):
         sampler.submit(prompt, SamplingParams(max_tokens=20))
     with sampler.weights.in_use():
@@ -55,7 +58,9 @@ def decoding_step() -> dict[Path, set[str]]:
 def training_step() -> dict[Path, set[str]]:
     """Of a dense Llama's second step, on this process alone."""
     batch = {"global": 2, "micro": 1, "seq_len": 32}
-    config = configs.from_dict({"model": {"name": "llama3-8b-tiny"}, "batch": batch, "device": "cpu"})
+    config = configs.from_dict(
+        {"model": {"name": "llama3-8b-tiny"}, "batch": batch, "device": "cpu"}
+    )
     trainer = Trainer(config, start(config))
     row = torch.arange(33)[None]
     batches = [{"tokens": row[:, :-1], "labels": row[:, 1:]}] * 2
@@ -90,12 +95,16 @@ def lines_on_path(called: dict[Path, set[str]]) -> tuple[int, int]:
 def main() -> None:
     torch.manual_seed(0)
     decoding = decoding_step()
-    print(f"a decoding step: {sum(map(len, decoding.values()))} functions of {len(decoding)} files")
+    print(
+        f"a decoding step: {sum(map(len, decoding.values()))} functions of {len(decoding)} files"
+    )
     for file, names in sorted(decoding.items()):
         print(f"    {file.relative_to(PACKAGE)}: {', '.join(sorted(names))}")
     training = training_step()
     on_path, total = lines_on_path(training)
-    print(f"a dense training step: {len(training)} files, {on_path} of their {total} lines ({on_path / total:.0%})")
+    print(
+        f"a dense training step: {len(training)} files, {on_path} of their {total} lines ({on_path / total:.0%})"
+    )
     for file, names in sorted(training.items()):
         print(f"    {file.relative_to(PACKAGE)}: {', '.join(sorted(names))}")
 

@@ -40,10 +40,18 @@ PATIENCE = 300.0  # seconds for a run, and for a rank to wait for others in a co
 RUNS = 4  # before a new process group: those of old meshes keep threads and sockets
 LIFE = 40  # runs before new workers: compiled code may hold groups for ever
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([
-    "tests.helpers.oracle", "tests.distributed.test_grpo_layouts", "minitrain.train", "minitrain.commands.bench",
-    "torch._dynamo.backends.common", "torch._inductor.lowering", "torch.distributed.checkpoint", "transformers",
-])  # fmt: skip
+SERVER.set_forkserver_preload(
+    [
+        "tests.helpers.oracle",
+        "tests.distributed.test_grpo_layouts",
+        "minitrain.train",
+        "minitrain.commands.bench",
+        "torch._dynamo.backends.common",
+        "torch._inductor.lowering",
+        "torch.distributed.checkpoint",
+        "transformers",
+    ]
+)
 
 
 class RankFailure(AssertionError):
@@ -68,11 +76,16 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="minitrain-pool-")
         self.workers: list[Worker] = []
         self.numbers = itertools.count()
-        self.group = (0, "")  # world size and store file of the process group that the workers have now
+        self.group = (
+            0,
+            "",
+        )  # world size and store file of the process group that the workers have now
         self.left = RUNS  # how many more runs have it
         self.runs = 0  # of the present workers
 
-    def run(self, world_size: int, function: Callable, *args: Any, timeout: float = PATIENCE) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable, *args: Any, timeout: float = PATIENCE
+    ) -> list[Any]:
         """The ranks' results of `function(*args)`, by rank. The function must be importable, results must pickle.
 
         DTensors in them arrive whole, as plain tensors; see `assemble`.
@@ -218,7 +231,9 @@ def join(rank: int, world_size: int, store: str) -> None:
         _clear_sharding_prop_cache()  # DTensor takes meshes of the same shape for the same, even old ones
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store, timeout = dist.FileStore(store, world_size), timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ sharded results
@@ -264,12 +279,17 @@ def assemble(results: list[Any]) -> list[Any]:
     for path, part in itertools.chain.from_iterable(leaves for leaves, _ in flat):
         if isinstance(part, Part):
             add_part(wholes, path, part)
-    return [tree_unflatten([wholes.get(path, leaf) for path, leaf in leaves], spec) for leaves, spec in flat]
+    return [
+        tree_unflatten([wholes.get(path, leaf) for path, leaf in leaves], spec)
+        for leaves, spec in flat
+    ]
 
 
 def add_part(wholes: dict[KeyPath, Tensor], path: KeyPath, part: Part) -> None:
     if path not in wholes:
         wholes[path] = torch.full(part.shape, float("nan"), dtype=part.values.dtype)
     place = wholes[path][part.slices]
-    assert (place.isnan() | (place == part.values)).all(), f"ranks have different copies of {keystr(path)}"
+    assert (place.isnan() | (place == part.values)).all(), (
+        f"ranks have different copies of {keystr(path)}"
+    )
     place.copy_(part.values)

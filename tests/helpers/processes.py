@@ -10,7 +10,9 @@ from typing import Any
 
 from tests.helpers.pool import SERVER
 
-LIMIT = 120  # seconds in which the ranks that are left must have ended: only against waiting for ever
+LIMIT = (
+    120  # seconds in which the ranks that are left must have ended: only against waiting for ever
+)
 
 
 def start_server() -> None:
@@ -34,7 +36,9 @@ def reserved_port() -> socket.socket:
     return holder
 
 
-def rank_main(function: Callable, args: tuple, rank: int, world: int, port: int, log: Path, watched) -> None:
+def rank_main(
+    function: Callable, args: tuple, rank: int, world: int, port: int, log: Path, watched
+) -> None:
     """The life of a process: `function(*args)` in the environment that torchrun would have made, by way of cli.run.
 
     watched: a semaphore to release when this rank's group is up and watched over.
@@ -60,10 +64,18 @@ class Ranks:
     def __init__(self, world: int, log: Path, function: Callable, *args: Any):
         start_server()
         # no events: whoever is killed while setting one keeps its lock for ever
-        self.port, self.log, self.watched = reserved_port(), log, [SERVER.Semaphore(0) for _ in range(world)]
+        self.port, self.log, self.watched = (
+            reserved_port(),
+            log,
+            [SERVER.Semaphore(0) for _ in range(world)],
+        )
         port = self.port.getsockname()[1]
         self.processes = [
-            SERVER.Process(target=rank_main, args=(function, args, rank, world, port, log, watched), daemon=True)
+            SERVER.Process(
+                target=rank_main,
+                args=(function, args, rank, world, port, log, watched),
+                daemon=True,
+            )
             for rank, watched in enumerate(self.watched)
         ]
         for process in self.processes:
@@ -90,7 +102,9 @@ class Ranks:
         self.processes[rank].join()
         if not all(watched.get_value() for watched in self.watched):
             for other in range(len(self.processes)):
-                self.send(other, signal.SIGTERM)  # as torchrun does: ranks that do not know each other wait for long
+                self.send(
+                    other, signal.SIGTERM
+                )  # as torchrun does: ranks that do not know each other wait for long
         ended = self.wait(LIMIT)
         for process in self.processes:
             process.kill()

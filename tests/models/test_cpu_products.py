@@ -17,7 +17,12 @@ from minitrain.training.loss import linear_cross_entropy
 from tests.helpers.oracle import check_against_one_process, train, train_compiled
 
 TREE = {
-    "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
+    "model": {
+        "name": "llama3-8b-tiny",
+        "vocab_size": 128,
+        "num_layers": 2,
+        "initializer_range": 0.05,
+    },
     "batch": {"global": 4, "micro": 2, "seq_len": 32},
     "optim": {"name": "sgd", "lr": 0.1},
 }
@@ -33,13 +38,19 @@ def forced(monkeypatch):
 
 
 def count_products():
-    return mock.patch.object(torch.ops.minitrain, "onednn_linear", wraps=torch.ops.minitrain.onednn_linear)
+    return mock.patch.object(
+        torch.ops.minitrain, "onednn_linear", wraps=torch.ops.minitrain.onednn_linear
+    )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("m, k, n", [(5, 3, 7), (64, 48, 80), (1, 16, 1)])
 def test_products_of_matrices_in_any_strides(forced, m, k, n, transposed):
-    a, b = (torch.randn(k, m).T, torch.randn(n, k).T) if transposed else (torch.randn(m, k), torch.randn(k, n))
+    a, b = (
+        (torch.randn(k, m).T, torch.randn(n, k).T)
+        if transposed
+        else (torch.randn(m, k), torch.randn(k, n))
+    )
     expected, out = a.double() @ b.double(), torch.empty(m, n)
     with count_products() as products:
         torch.testing.assert_close(onednn.matmul(a, b).double(), expected, atol=1e-5, rtol=1e-5)
@@ -63,7 +74,9 @@ def test_linears(forced, bias, frozen):
         onednn.to_onednn(linear)
         assert type(linear) is onednn.OnednnLinear
     kept, _ = y.grad_fn.next_functions[0][0].saved_tensors
-    assert (kept is None) == frozen  # as torch's own, an input that no gradient needs takes no memory
+    assert (
+        kept is None
+    ) == frozen  # as torch's own, an input that no gradient needs takes no memory
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -82,10 +95,15 @@ def test_grouped_products(forced, counts):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("function", [linear_cross_entropy, lambda *inputs: linear_log_probs(*inputs)[0].sum()])
+@pytest.mark.parametrize(
+    "function", [linear_cross_entropy, lambda *inputs: linear_log_probs(*inputs)[0].sum()]
+)
 def test_the_head(forced, monkeypatch, function):
     monkeypatch.setattr("minitrain.training.loss.CHUNK", 8)
-    hidden, weight = torch.randn(20, 16, requires_grad=True), torch.randn(32, 16, requires_grad=True)
+    hidden, weight = (
+        torch.randn(20, 16, requires_grad=True),
+        torch.randn(32, 16, requires_grad=True),
+    )
     labels = torch.randint(32, (20,))
     results = []
     for faster in (False, True):
@@ -101,15 +119,26 @@ def forced_train(tree, *rest):
         return (train_compiled if tree.get("compile") else train)(tree, *rest)
 
 
-@pytest.mark.parametrize("change", [
-    {}, {"lora": {"rank": 4, "dropout": 0.0}}, {"recompute": "full"}, {"parallel": {"tp": 2}}, {"compile": True},
-    {"model": "qwen3-30b-a3b-tiny"}, {"model": "qwen3-30b-a3b-tiny", "compile": True},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"lora": {"rank": 4, "dropout": 0.0}},
+        {"recompute": "full"},
+        {"parallel": {"tp": 2}},
+        {"compile": True},
+        {"model": "qwen3-30b-a3b-tiny"},
+        {"model": "qwen3-30b-a3b-tiny", "compile": True},
+    ],
+    ids=str,
+)
 def test_training_is_that_of_one_process_with_torchs_products(pool, change):
     check_against_one_process(pool, 2, TREE | change, run=forced_train)
 
 
-@pytest.mark.parametrize("vendor, family, expected", [("AuthenticAMD", 26, 26), ("AuthenticAMD", 25, 25), ("X", 6, 0)])
+@pytest.mark.parametrize(
+    "vendor, family, expected", [("AuthenticAMD", 26, 26), ("AuthenticAMD", 25, 25), ("X", 6, 0)]
+)
 def test_amds_families(vendor, family, expected):
     cpuinfo = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
     assert onednn.amd_family(cpuinfo) == expected
@@ -127,8 +156,12 @@ def test_only_where_it_is_faster():
             assert kinds == {onednn.OnednnLinear if faster else nn.Linear}
     with mock.patch.object(onednn, "FASTER", True):
         assert not onednn.multiplies(big[:16, :16], big[:16])
-        other = type("Other", (nn.Linear,), {})(4, 4)  # of a class that multiplies otherwise, as in FP8
+        other = type("Other", (nn.Linear,), {})(
+            4, 4
+        )  # of a class that multiplies otherwise, as in FP8
         onednn.to_onednn(other)
         assert type(other).__name__ == "Other"
-        assert not onednn.multiplies(big.bfloat16(), big.bfloat16()) and not onednn.multiplies(big.to("meta"), big)
+        assert not onednn.multiplies(big.bfloat16(), big.bfloat16()) and not onednn.multiplies(
+            big.to("meta"), big
+        )
         assert not onednn.multiplies(big.T, big[:, :128])  # would copy more than it saves

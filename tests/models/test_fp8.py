@@ -66,11 +66,20 @@ def test_rounds_to_the_nearest_number(dtype, size):
     x8, inverse = quantize(x, dtype)
     assert x8.dtype == dtype and inverse.log2() == inverse.log2().round()
     rounded, distance = nearest(x, dtype)
-    assert torch.equal(x8.double() * inverse, rounded) and torch.equal((rounded - x).abs(), distance)
+    assert torch.equal(x8.double() * inverse, rounded) and torch.equal(
+        (rounded - x).abs(), distance
+    )
 
 
 def test_largest_elements_on_both_sides_of_a_power_of_two():
-    for largest in (448.0, torch.tensor(448.0).nextafter(torch.tensor(inf)).item(), 447.9, 224.0, 7.0, 0.875):
+    for largest in (
+        448.0,
+        torch.tensor(448.0).nextafter(torch.tensor(inf)).item(),
+        447.9,
+        224.0,
+        7.0,
+        0.875,
+    ):
         x8, inverse = quantize(torch.tensor([largest, -largest]), E4M3)
         assert 224 <= x8.float().max() <= 448 and x8[0].float() == -x8[1].float()
         assert (x8[0].float() * inverse / largest - 1).abs() <= 2**-4
@@ -84,7 +93,9 @@ def test_other_cuts_of_the_data_give_the_same_numbers():
     assert whole[1] > rest[1]
     normal = x[1:].abs() > whole[1] * 2**-6  # below it, FP8 has fewer digits
     assert normal.float().mean() > 0.9
-    assert torch.equal((whole[0][1:].float() * whole[1])[normal], (rest[0].float() * rest[1])[normal])
+    assert torch.equal(
+        (whole[0][1:].float() * whole[1])[normal], (rest[0].float() * rest[1])[normal]
+    )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -127,7 +138,10 @@ def test_equals_a_plain_linear_where_nothing_is_rounded(tokens, bias):
     nn.init.uniform_(plain.weight, -16, 17)
     plain.weight.data.trunc_()
     ours.load_state_dict(plain.state_dict())
-    x, grad = torch.randint(-16, 17, (*tokens, 48)).float(), torch.randint(-4, 5, (*tokens, 32)).float()
+    x, grad = (
+        torch.randint(-16, 17, (*tokens, 48)).float(),
+        torch.randint(-4, 5, (*tokens, 32)).float(),
+    )
     for actual, expected in zip(passes(ours, x, grad), passes(plain, x, grad), strict=True):
         assert torch.equal(actual, expected)
 
@@ -135,7 +149,11 @@ def test_equals_a_plain_linear_where_nothing_is_rounded(tokens, bias):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 def test_equals_products_of_rounded_numbers(dtype, tolerance):
     torch.manual_seed(0)
-    linear, x, grad = fp8_linear(64, 48), torch.randn(5, 7, 64).to(dtype), 1e-6 * torch.randn(5, 7, 48).to(dtype)
+    linear, x, grad = (
+        fp8_linear(64, 48),
+        torch.randn(5, 7, 64).to(dtype),
+        1e-6 * torch.randn(5, 7, 48).to(dtype),
+    )
     y, dx, dw = passes(linear, x, grad)
     assert y.dtype == dx.dtype == dtype and dw.dtype == torch.float32
     (x, _), (w, _), (g, _) = nearest(x, E4M3), nearest(linear.weight, E4M3), nearest(grad, E5M2)
@@ -149,14 +167,18 @@ def test_a_frozen_weight_gets_no_gradient_and_keeps_no_input():
     x = torch.randn(128, 64, requires_grad=True)
     for trainable in (True, False):
         linear.requires_grad_(trainable)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.nbytes), lambda t: t
+        ):
             linear(x)
     assert kept == [128 * 64, 4, 32 * 64, 4, 32 * 64, 4]
 
 
-@pytest.mark.parametrize("setting, fast", [
-    ("none", [False] * 3), ("forward", [True, False, False]), ("all", [True] * 3)
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "setting, fast",
+    [("none", [False] * 3), ("forward", [True, False, False]), ("all", [True] * 3)],
+    ids=str,
+)
 def test_fast_accumulation(setting, fast):
     with mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as product:
         passes(fp8_linear(32, 16, fast=setting), torch.randn(16, 32), torch.randn(16, 16))
@@ -172,18 +194,29 @@ def test_products_on_the_cpu_are_those_of_torch(kinds, dtype):
     factors = [quantize(torch.randn(32, 48), kind) for kind in kinds]
     (a, a_inverse), (b, b_inverse) = factors
     expected = torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=dtype)
-    torch.testing.assert_close(fp8.scaled_mm(a, b.t(), a_inverse, b_inverse, dtype, False), expected)
+    torch.testing.assert_close(
+        fp8.scaled_mm(a, b.t(), a_inverse, b_inverse, dtype, False), expected
+    )
 
 
 def test_products_get_the_layouts_that_hopper_has():
     with mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as product:
-        passes(fp8_linear(64, 48), torch.randn(3, 7, 64).bfloat16(), torch.randn(3, 7, 48).bfloat16())
+        passes(
+            fp8_linear(64, 48), torch.randn(3, 7, 64).bfloat16(), torch.randn(3, 7, 48).bfloat16()
+        )
     types = [call.args[4] for call in product.call_args_list]
-    assert types == [torch.bfloat16, torch.bfloat16, torch.float32]  # rounded once, a weight's gradient to its type
+    assert types == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    ]  # rounded once, a weight's gradient to its type
     for (a, b, a_inverse, b_inverse, *_), _ in product.call_args_list:
         assert a.is_contiguous() and b.t().is_contiguous() and not b.is_contiguous()
         assert not any(size % 16 for size in (a.shape[1], *b.shape))
-        assert a_inverse.dtype == b_inverse.dtype == torch.float32 and a_inverse.numel() == b_inverse.numel() == 1
+        assert (
+            a_inverse.dtype == b_inverse.dtype == torch.float32
+            and a_inverse.numel() == b_inverse.numel() == 1
+        )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
@@ -194,7 +227,9 @@ def test_compiled_as_one_graph(backend):
     x.requires_grad_()
     y = compiled(x)
     for actual, expected in zip(
-        [y, *torch.autograd.grad(y, [x, *linear.parameters()], grad)], passes(linear, x, grad), strict=True
+        [y, *torch.autograd.grad(y, [x, *linear.parameters()], grad)],
+        passes(linear, x, grad),
+        strict=True,
     ):
         assert torch.equal(actual, expected)
 
@@ -205,7 +240,10 @@ def test_linears_with_the_same_input_round_and_transpose_it_once(bias, frozen):
     """And compute what each does for itself."""
     torch.manual_seed(0)
     config = model_config("llama3-8b-tiny", qkv_bias=bias)
-    attention, x = GroupedQueryAttention(config), torch.randn(5, 7, config.hidden_size, requires_grad=True)
+    attention, x = (
+        GroupedQueryAttention(config),
+        torch.randn(5, 7, config.hidden_size, requires_grad=True),
+    )
     to_fp8([attention], "forward")
     if frozen:
         attention.get_parameter(f"{frozen}.weight").requires_grad_(False)
@@ -236,7 +274,9 @@ def test_hooks_of_linears_with_the_same_input_run():
     attention, seen = GroupedQueryAttention(model_config("llama3-8b-tiny")), []
     to_fp8([attention], "forward")
     attention.k_proj.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    outputs = project(torch.randn(1, 16, 64), attention.q_proj, attention.k_proj, attention.v_proj)
+    outputs = project(
+        torch.randn(1, 16, 64), attention.q_proj, attention.k_proj, attention.v_proj
+    )
     assert len(seen) == 1 and torch.equal(seen[0], outputs[1])
 
 
@@ -245,7 +285,10 @@ def test_adapters_of_linears_with_the_same_input_stay(compiling, monkeypatch):
     """Whether they are added before or after."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     torch.manual_seed(0)
-    models, x = [Decoder(model_config("llama3-8b-tiny", num_layers=1)) for _ in range(2)], torch.randn(1, 16, 64)
+    models, x = (
+        [Decoder(model_config("llama3-8b-tiny", num_layers=1)) for _ in range(2)],
+        torch.randn(1, 16, 64),
+    )
     models[1].load_state_dict(models[0].state_dict())
     for model, steps in zip(models, ((add, convert), (convert, add)), strict=True):
         for step in steps:
@@ -256,7 +299,9 @@ def test_adapters_of_linears_with_the_same_input_stay(compiling, monkeypatch):
     attentions = [model.blocks[0].self_attn for model in models]
     plain = [linear.weight @ x[0].T for linear in (attentions[0].q_proj, attentions[0].k_proj)]
     with mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as products:
-        outputs = [project(x, *(getattr(each, name) for name in each.same_input)) for each in attentions]
+        outputs = [
+            project(x, *(getattr(each, name) for name in each.same_input)) for each in attentions
+        ]
     assert products.call_count == 2 * 3
     for ours, theirs, without in zip(*outputs, [*plain, None], strict=True):
         assert torch.equal(ours, theirs)
@@ -285,7 +330,9 @@ def fp8_experts(intermediate: int = 48) -> Experts:
     return experts
 
 
-def product(experts: Experts, x: torch.Tensor, rows: list[int], grad: torch.Tensor) -> list[torch.Tensor]:
+def product(
+    experts: Experts, x: torch.Tensor, rows: list[int], grad: torch.Tensor
+) -> list[torch.Tensor]:
     """That of up_proj for so many rows of each expert, and the gradients of x and the weights."""
     x = x.detach().requires_grad_()
     y = experts._product("up_proj", x, torch.tensor(rows).cumsum(0, dtype=torch.int32))
@@ -300,10 +347,19 @@ def test_experts_products_are_of_rounded_numbers(rows, dtype, tolerance):
     x, grad = torch.randn(tokens, 64).to(dtype), 1e-6 * torch.randn(tokens, 48).to(dtype)
     y, dx, dw = product(experts, x, rows, grad)
     assert y.dtype == dx.dtype == dtype and dw.dtype == torch.float32
-    (x, _), (g, _), weights = nearest(x, E4M3), nearest(grad, E5M2), [nearest(w, E4M3)[0] for w in experts.up_proj]
+    (x, _), (g, _), weights = (
+        nearest(x, E4M3),
+        nearest(grad, E5M2),
+        [nearest(w, E4M3)[0] for w in experts.up_proj],
+    )
     parts = list(zip(x.split(rows), g.split(rows), weights, strict=True))
-    expected = [torch.cat([x @ w.T for x, _, w in parts]), torch.cat([g @ w for _, g, w in parts])]
-    for actual, right in zip((y, dx, dw), [*expected, torch.stack([g.T @ x for x, g, _ in parts])], strict=True):
+    expected = [
+        torch.cat([x @ w.T for x, _, w in parts]),
+        torch.cat([g @ w for _, g, w in parts]),
+    ]
+    for actual, right in zip(
+        (y, dx, dw), [*expected, torch.stack([g.T @ x for x, g, _ in parts])], strict=True
+    ):
         assert (actual - right).norm() < tolerance * right.norm()
 
 
@@ -320,7 +376,9 @@ def test_frozen_experts_get_no_gradient_and_keep_no_input():
     x, offsets = torch.randn(32, 64, requires_grad=True), torch.tensor([32], dtype=torch.int32)
     for trainable in (True, False):
         experts.requires_grad_(trainable)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.nbytes), lambda t: t
+        ):
             experts._product("up_proj", x, offsets)
     weights = [48 * 64, 4]  # in FP8, their scale
     assert kept == [32 * 64, 4, *weights, *weights]
@@ -334,7 +392,12 @@ def test_experts_without_tokens():
 @pytest.mark.parametrize(("ep", "kind"), [(8, Fp8Experts), (4, Experts), (1, Experts)])
 def test_several_experts_of_a_rank_stay_in_bf16(ep, kind):
     parallel = {"ep": ep, "dp_shard": 8}
-    tree = {"model": "mixtral-8x7b-tiny", "precision": "fp8", "fp8": {"experts": True}, "parallel": parallel}
+    tree = {
+        "model": "mixtral-8x7b-tiny",
+        "precision": "fp8",
+        "fp8": {"experts": True},
+        "parallel": parallel,
+    }
     config = from_dict(tree)
     model = make_model(config)
     assert {type(block.mlp.experts) for block in model.blocks} == {kind}
@@ -359,20 +422,32 @@ def test_which_linears_are_converted():
         dense, small, narrow, deepseek, wan = (
             (Wan if "wan" in name else Decoder)(model_config(name, **changes))
             for name, changes in (
-                ("llama3-8b-tiny", {}), ("llama3-8b-tiny", {"intermediate_size": 200, "head_dim": 8}),
+                ("llama3-8b-tiny", {}),
+                ("llama3-8b-tiny", {"intermediate_size": 200, "head_dim": 8}),
                 ("llama3-8b-tiny", {"num_key_value_heads": 1, "head_dim": 8}),
-                ("deepseek-v3-tiny", {}), ("wan2.1-1.3b-tiny", {}),
+                ("deepseek-v3-tiny", {}),
+                ("wan2.1-1.3b-tiny", {}),
             )
-        )  # fmt: skip
-    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+        )
+    attention, mlp = (
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+        {"gate_proj", "up_proj", "down_proj"},
+    )
     assert ends(converted(dense)) == attention | mlp
     assert ends(converted(small)) == attention  # 200 is no multiple of 16
-    for model, fits in ((dense, True), (small, True), (narrow, False)):  # all three, which then round their input once
+    for model, fits in (
+        (dense, True),
+        (small, True),
+        (narrow, False),
+    ):  # all three, which then round their input once
         names = converted(model)
         assert ("k_proj" in ends(names)) == fits
     names = converted(deepseek)
     assert not any(isinstance(module, Fp8Experts) for module in deepseek.modules())
-    assert not any("experts." in name and "shared" not in name for name in names) and "lm_head" not in names
+    assert (
+        not any("experts." in name and "shared" not in name for name in names)
+        and "lm_head" not in names
+    )
     assert {"q_b_proj", "kv_b_proj", "o_proj"} <= ends(names)
     assert {name.partition(".")[0] for name in converted(wan)} == {"blocks"}
 
@@ -380,7 +455,9 @@ def test_which_linears_are_converted():
 def test_sizes_must_fit_on_every_tensor_parallel_rank():
     for tp, fits in ((1, True), (2, False)):
         with torch.device("meta"):
-            names = ends(converted(Decoder(model_config("llama3-8b-tiny", intermediate_size=80)), tp))
+            names = ends(
+                converted(Decoder(model_config("llama3-8b-tiny", intermediate_size=80)), tp)
+            )
         assert "q_proj" in names and ("up_proj" in names) == fits
 
 
@@ -394,7 +471,9 @@ TREE = {
 def losses(precision: str) -> torch.Tensor:
     data = {"kind": "text", "path": "{stdlib}/json/*.py"}
     optim = {"lr": 3e-3, "warmup": 20, "schedule": "cosine"}
-    config = from_dict(TREE | {"steps": 200, "data": data, "optim": optim, "precision": precision})
+    config = from_dict(
+        TREE | {"steps": 200, "data": data, "optim": optim, "precision": precision}
+    )
     trainer, (dataset, _) = Trainer(config, start(config)), open_dataset(config)
     return torch.stack([trainer.step(dataset, step)["loss"] for step in range(200)])
 
@@ -406,16 +485,41 @@ def test_training_curve_stays_within_2_percent_of_bf16():
     assert not torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"model": {"name": "llama3-8b-tiny", "hidden_size": 72}}, "precision=fp8 needs a model width"),
-    ({"parallel": {"tp": 8}, "model": {"name": "llama3-8b-tiny", "num_attention_heads": 8, "num_key_value_heads": 8}},
-     "multiple of 16 x parallel.tp=8, not 64"),
-    ({"parallel": {"pp": 2, "vp": 2, "schedule": "ZBVZeroBubble"}}, "precision=fp8 all of it would run twice"),
-    ({"fp8": {"fast_accumulation": "backward"}}, "fp8.fast_accumulation"),
-    ({"fp8": {"experts": True}}, "fp8.experts=true needs precision=fp8 and a model with experts"),
-    ({"fp8": {"keep_transposed": True}}, "parallel.reshard_after_forward=false"),
-    ({"fp8": {"experts": True}, "model": "mixtral-8x7b-tiny", "precision": "bf16"}, "fp8.experts=true needs precision"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"model": {"name": "llama3-8b-tiny", "hidden_size": 72}},
+            "precision=fp8 needs a model width",
+        ),
+        (
+            {
+                "parallel": {"tp": 8},
+                "model": {
+                    "name": "llama3-8b-tiny",
+                    "num_attention_heads": 8,
+                    "num_key_value_heads": 8,
+                },
+            },
+            "multiple of 16 x parallel.tp=8, not 64",
+        ),
+        (
+            {"parallel": {"pp": 2, "vp": 2, "schedule": "ZBVZeroBubble"}},
+            "precision=fp8 all of it would run twice",
+        ),
+        ({"fp8": {"fast_accumulation": "backward"}}, "fp8.fast_accumulation"),
+        (
+            {"fp8": {"experts": True}},
+            "fp8.experts=true needs precision=fp8 and a model with experts",
+        ),
+        ({"fp8": {"keep_transposed": True}}, "parallel.reshard_after_forward=false"),
+        (
+            {"fp8": {"experts": True}, "model": "mixtral-8x7b-tiny", "precision": "bf16"},
+            "fp8.experts=true needs precision",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_settings_that_do_not_go(changes, message):
     with pytest.raises(InputError, match=message):
         from_dict({"precision": "fp8"} | TREE | changes)

@@ -66,14 +66,22 @@ def adapted(lora=None, **changes):
     return model, ragged_batch(config, 0)["tokens"]
 
 
-@pytest.mark.parametrize(("name", "targets"), [
-    ("llama3-8b-tiny", None), ("qwen3-30b-a3b-tiny", EXPERTS), ("gpt-oss-20b-tiny", EXPERTS),
-    ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "experts.up_proj"]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama3-8b-tiny", None),
+        ("qwen3-30b-a3b-tiny", EXPERTS),
+        ("gpt-oss-20b-tiny", EXPERTS),
+        ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "experts.up_proj"]),
+    ],
+    ids=str,
+)
 def test_gradients_are_those_of_the_merged_weights(name, targets):
     """y = x (W + s B A)^T, so that with G the gradient of the sum, that of A is s B^T G and that of B is s G A^T."""
     model, tokens = adapted({"targets": targets} if targets else {}, model=name)
-    values = {name: p.detach().clone() for name, p in model.named_parameters() if is_adapter(name)}
+    values = {
+        name: p.detach().clone() for name, p in model.named_parameters() if is_adapter(name)
+    }
     logits = model(tokens)
     cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
     logits.backward(cotangent)
@@ -122,9 +130,10 @@ def test_blocks_compile_once(setting):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("setting, backend", [
-    ("full", None), ("full", "aot_eager"), ("selective", None), ("selective", "aot_eager"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "setting, backend",
+    [("full", None), ("full", "aot_eager"), ("selective", None), ("selective", "aot_eager")],
+)
 def test_recomputation_drops_the_same(setting, backend):
     def gradients(setting):
         torch.compiler.reset()
@@ -139,7 +148,9 @@ def test_recomputation_drops_the_same(setting, backend):
 
     expected, found = gradients("none"), gradients(setting)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-6 * gradient.abs().max().item(), rtol=1e-5)
+        torch.testing.assert_close(
+            found[name], gradient, atol=1e-6 * gradient.abs().max().item(), rtol=1e-5
+        )
     torch.compiler.reset()
 
 
@@ -178,12 +189,16 @@ def test_dropout_is_where_it_is_said_and_off_without_gradients(position, stack):
         torch.testing.assert_close(update, 2 * full * kept, atol=1e-6, rtol=1e-4)
     else:
         assert kept.all() and (update - full).norm() > 0.1 * full.norm()
-    torch.testing.assert_close(update.mean(0), full.mean(0), atol=0.05 * full.mean(0).abs().max().item(), rtol=0)
+    torch.testing.assert_close(
+        update.mean(0), full.mean(0), atol=0.05 * full.mean(0).abs().max().item(), rtol=0
+    )
     with torch.no_grad():
         torch.testing.assert_close(product(x), base(x) + full)
 
 
-@pytest.mark.parametrize("targets", [["up_proj", "down_proj"], ["gate_proj", "up_proj", "down_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "targets", [["up_proj", "down_proj"], ["gate_proj", "up_proj", "down_proj"]], ids=str
+)
 @pytest.mark.parametrize("family", ["llama3-8b", "qwen2.5-7b"])
 def test_products_add_to_updates_and_to_the_gradient_of_their_input(family, targets):
     """Compiled, and not by autograd: each frozen product adds its term to those before it. Qwen has biases."""
@@ -195,29 +210,43 @@ def test_products_add_to_updates_and_to_the_gradient_of_their_input(family, targ
     graphs = []
 
     def keep(graph, inputs):
-        graphs.append([(str(node.target), getattr(node.meta.get("val"), "shape", None)) for node in graph.graph.nodes])
+        graphs.append(
+            [
+                (str(node.target), getattr(node.meta.get("val"), "shape", None))
+                for node in graph.graph.nodes
+            ]
+        )
         return boxed_nop(graph, inputs)
 
     backend = aot_autograd(
-        fw_compiler=keep,
-        bw_compiler=keep,
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
     )
     outputs = torch.compile(
-        lambda x: [*project_all(attention, x), *project_all(mlp, x)], backend=backend, fullgraph=True
+        lambda x: [*project_all(attention, x), *project_all(mlp, x)],
+        backend=backend,
+        fullgraph=True,
     )(x)
     upstream = [torch.randn_like(part) for part in outputs]
     torch.autograd.backward(outputs, upstream)
     forward, backward = graphs
-    linears = [getattr(attention, name) for name in attention.same_input] + [mlp.gate_proj, mlp.up_proj]
+    linears = [getattr(attention, name) for name in attention.same_input] + [
+        mlp.gate_proj,
+        mlp.up_proj,
+    ]
     adapters = sum(hasattr(linear, "lora_A") for linear in linears)
     assert [name for name, _ in forward].count("auto_functionalized_v2") == adapters
     assert "aten.add.Tensor" not in dict(forward)
     assert [name for name, _ in backward].count("auto_functionalized_v2") == 5
-    assert [shape for name, shape in backward if name == "aten.add.Tensor"] == [x.shape]  # of the two projections
+    assert [shape for name, shape in backward if name == "aten.add.Tensor"] == [
+        x.shape
+    ]  # of the two projections
     expected = 0
     for linear, y, grad in zip(linears, outputs, upstream, strict=True):
-        a, b = (linear.lora_A, linear.lora_B) if hasattr(linear, "lora_A") else (torch.zeros(1, 1).double(),) * 2
+        a, b = (
+            (linear.lora_A, linear.lora_B)
+            if hasattr(linear, "lora_A")
+            else (torch.zeros(1, 1).double(),) * 2
+        )
         weight = linear.weight + 0.5 * b @ a
         torch.testing.assert_close(y, F.linear(x, weight, linear.bias))
         expected += grad @ weight
@@ -281,7 +310,9 @@ def test_backward_hooks_of_adapted_linears_run():
     assert seen == ["pre", "post"]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.gpu)]
+)
 def test_compiled_backward_passes_drop_the_same(backend):
     """The compiler draws nothing again: it keeps a number per row and column, and multiplies them anew."""
     torch.compiler.reset()
@@ -299,7 +330,9 @@ def test_compiled_backward_passes_drop_the_same(backend):
         kept = update.abs() > full.abs() / 2
         assert kept.double().mean().item() == pytest.approx(0.7, abs=0.01)
         torch.testing.assert_close(update, full * kept)
-        torch.testing.assert_close(linear.lora_B.grad, linear.lora.scale / 0.7 * (grad * kept).T @ inner)
+        torch.testing.assert_close(
+            linear.lora_B.grad, linear.lora.scale / 0.7 * (grad * kept).T @ inner
+        )
     torch.compiler.reset()
 
 
@@ -307,11 +340,16 @@ def test_elements_are_dropped_independently():
     """The share, all pairs within rows and within columns, and corners of rectangles, which share rows and columns."""
     torch.manual_seed(0)
     lora, x = Lora(dropout=0.1, dropout_position="post"), torch.ones(2, 500, 800)
-    dropped, others = (((dropout(lora, x, "post").flatten(0, 1) == 0).float() - 0.1) / 0.3 for _ in range(2))
+    dropped, others = (
+        ((dropout(lora, x, "post").flatten(0, 1) == 0).float() - 0.1) / 0.3 for _ in range(2)
+    )
     assert abs(dropped.mean()) < 5 / dropped.numel() ** 0.5
     for mask in (dropped, dropped.T):
         correlation = (mask @ mask.T / mask.shape[1] ** 0.5).fill_diagonal_(0)
-        assert correlation.std().item() == pytest.approx(1, abs=0.02) and correlation.abs().max() < 6.5
+        assert (
+            correlation.std().item() == pytest.approx(1, abs=0.02)
+            and correlation.abs().max() < 6.5
+        )
     assert abs((dropped * others).mean()) < 5 / dropped.numel() ** 0.5
     (r, s), (c, d) = torch.randint(1000, (2, 10**6)), torch.randint(800, (2, 10**6))
     corners = (dropped[r, c] * dropped[r, d] * dropped[s, c] * dropped[s, d])[(r != s) & (c != d)]
@@ -331,8 +369,14 @@ def test_updates_are_rounded_once():
     """In bf16 beside adapters in fp32: the scaled B, which an identity in place of x A^T shows."""
     linear = nn.Linear(8, 6, bias=False).bfloat16()
     linear.lora = Lora(rank=4, alpha=5.0)
-    linear.lora_A, linear.lora_B = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(6, 4))
-    assert torch.equal(low_rank_update(linear, torch.eye(4).bfloat16()).T, (1.25 * linear.lora_B.double()).bfloat16())
+    linear.lora_A, linear.lora_B = (
+        nn.Parameter(torch.randn(4, 8)),
+        nn.Parameter(torch.randn(6, 4)),
+    )
+    assert torch.equal(
+        low_rank_update(linear, torch.eye(4).bfloat16()).T,
+        (1.25 * linear.lora_B.double()).bfloat16(),
+    )
     set_variant(linear, LoraLinear.around(nn.Linear))
     assert linear(torch.ones(2, 8).bfloat16()).dtype == torch.bfloat16
 
@@ -358,12 +402,20 @@ def test_targets():
         with torch.device("meta"):
             model = Decoder(model_config(name))
         add_adapters(model, Lora(rank=8, targets=list(targets)))
-        return {name[: -len("_lora_A")].removeprefix("model.layers.") for name, p in model.named_parameters()
-                if name.endswith("A") and p.requires_grad}  # fmt: skip
+        return {
+            name[: -len("_lora_A")].removeprefix("model.layers.")
+            for name, p in model.named_parameters()
+            if name.endswith("A") and p.requires_grad
+        }
 
-    assert found("llama3-8b-tiny", "1.self_attn.q_proj", "up_proj") >= {"1.self_attn.q_proj", "0.mlp.up_proj"}
+    assert found("llama3-8b-tiny", "1.self_attn.q_proj", "up_proj") >= {
+        "1.self_attn.q_proj",
+        "0.mlp.up_proj",
+    }
     assert "0.self_attn.q_proj" not in found("llama3-8b-tiny", "1.self_attn.q_proj")
-    assert found("mixtral-8x7b-tiny", "q_proj", "down_proj") == found("mixtral-8x7b-tiny", "q_proj")
+    assert found("mixtral-8x7b-tiny", "q_proj", "down_proj") == found(
+        "mixtral-8x7b-tiny", "q_proj"
+    )
     assert "0.mlp.experts.down_proj" in found("mixtral-8x7b-tiny", "experts.down_proj")
     assert "1.mlp.shared_experts.up_proj" in found("deepseek-v3-tiny", "up_proj")
     with torch.device("meta"):
@@ -378,22 +430,33 @@ def test_by_default_all_linears_of_attention_and_mlps_are_adapted():
     for name in ("llama3-8b-tiny", "mixtral-8x7b-tiny", "wan2.1-1.3b-tiny"):
         model = empty_model(model_config(name))
         check_targets(model, list(TARGETS))
-        linears = {path for path, (module, _) in adaptable_weights(model).items() if isinstance(module, nn.Linear)}
+        linears = {
+            path
+            for path, (module, _) in adaptable_weights(model).items()
+            if isinstance(module, nn.Linear)
+        }
         routers = {path for path in linears if path.endswith("gate")}
         assert find_targets(model, TARGETS).keys() == linears - routers
 
 
-@pytest.mark.parametrize(("lora", "line"), [
-    ({"rank": 0}, "lora.rank=0 must be at least 1"),
-    ({"alpha": 2e9}, "lora.alpha=2000000000.0 must be at most 1,000,000,000"),
-    ({"dropout": 1.0}, "lora.dropout=1.0 must be at least 0 and below 1"),
-    ({"alpha": 0}, "lora.alpha=0.0 must be above 0"),
-    ({"targets": ["q_proj", "q_porj"]}, r"the model has no q_porj \(it has down_proj, gate_proj, k_proj"),
-    ({"targets": ["lm_head"]}, "the model has no lm_head"),
-    ({"targets": []}, "the model has no target"),
-    ({"path": "nowhere"}, "nowhere/adapter_config.json"),
-    ({"ranks": 8}, r"unknown key lora.ranks \(nearest: rank\)"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("lora", "line"),
+    [
+        ({"rank": 0}, "lora.rank=0 must be at least 1"),
+        ({"alpha": 2e9}, "lora.alpha=2000000000.0 must be at most 1,000,000,000"),
+        ({"dropout": 1.0}, "lora.dropout=1.0 must be at least 0 and below 1"),
+        ({"alpha": 0}, "lora.alpha=0.0 must be above 0"),
+        (
+            {"targets": ["q_proj", "q_porj"]},
+            r"the model has no q_porj \(it has down_proj, gate_proj, k_proj",
+        ),
+        ({"targets": ["lm_head"]}, "the model has no lm_head"),
+        ({"targets": []}, "the model has no target"),
+        ({"path": "nowhere"}, "nowhere/adapter_config.json"),
+        ({"ranks": 8}, r"unknown key lora.ranks \(nearest: rank\)"),
+    ],
+    ids=str,
+)
 def test_mistakes(lora, line):
     with pytest.raises(InputError, match=line):
         from_dict(TREE | {"lora": lora})
@@ -405,7 +468,9 @@ def test_one_set_of_adapters_at_a_time():
     with pytest.raises(InputError, match="has adapters already"):
         add_adapters(model, Lora())
     merge_adapters(model)
-    assert {type(module) for module in model.modules()} == {type(module) for module in Decoder(model.config).modules()}
+    assert {type(module) for module in model.modules()} == {
+        type(module) for module in Decoder(model.config).modules()
+    }
     assert not model.requires_grad_(False)(tokens).requires_grad
     expected = model(tokens)
     add_adapters(model, Lora(rank=4))
@@ -417,7 +482,9 @@ def test_one_set_of_adapters_at_a_time():
 
 @pytest.mark.parametrize("name", ["llama3-8b-tiny", "mixtral-8x7b-tiny"])
 def test_a_model_is_saved_when_its_adapters_are_merged(name, tmp_path):
-    model, tokens = adapted({"targets": ["q_proj", "experts.down_proj"][: 2 if "x" in name else 1]}, model=name)
+    model, tokens = adapted(
+        {"targets": ["q_proj", "experts.down_proj"][: 2 if "x" in name else 1]}, model=name
+    )
     with pytest.raises(InputError, match="use merge_adapters first"):
         save_pretrained(model, tmp_path)
     merge_adapters(model)
@@ -430,23 +497,31 @@ def test_merged_weights_are_rounded_once():
     for dtype in (torch.float64, torch.bfloat16):
         found = merged_weight(weight.to(dtype), a.float(), b.float(), Lora(rank=4, alpha=4.0))
         exact = weight.to(dtype).double() + b.float().double() @ a.float().double()
-        torch.testing.assert_close(found, exact.to(dtype), rtol=0 if dtype == torch.bfloat16 else 1e-12, atol=0)
+        torch.testing.assert_close(
+            found, exact.to(dtype), rtol=0 if dtype == torch.bfloat16 else 1e-12, atol=0
+        )
 
 
 def test_the_selection_bias_is_frozen_too():
     model = {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}
     with pytest.raises(InputError, match="bias_update_speed=0.1: lora freezes the model"):
         from_dict({"model": model, "batch": {"seq_len": 64}, "lora": {}})
-    from_dict({"model": model, "task": "grpo", "data": {"kind": "mock"}, "lora": {}})  # moves it in no case
+    from_dict(
+        {"model": model, "task": "grpo", "data": {"kind": "mock"}, "lora": {}}
+    )  # moves it in no case
 
 
 def test_gpt3_is_refused():
     with pytest.raises(InputError, match="have no form in PEFT"):
-        adapter_shapes(model_config("gpt3-175b-tiny"), Lora())  # which a config asks, and who writes adapters
+        adapter_shapes(
+            model_config("gpt3-175b-tiny"), Lora()
+        )  # which a config asks, and who writes adapters
 
 
 def compare_steps():
-    config = from_dict(TREE | {"lora": {"rank": 4, "alpha": 4.0}, "precision": "bf16", "device": "cpu"})
+    config = from_dict(
+        TREE | {"lora": {"rank": 4, "alpha": 4.0}, "precision": "bf16", "device": "cpu"}
+    )
     meshes = start(config)
     theirs = peft_rival(make_trainer(config, meshes)).model
     trained = {p.dtype: 0 for p in theirs.parameters()}
@@ -458,18 +533,28 @@ def compare_steps():
 def test_steps_are_compared_with_peft_and_with_training_all(pool):
     """peft trains as many weights, with the same types; and training all takes more memory."""
     ((trained, peft, full),) = pool.run(1, compare_steps)
-    assert trained == {torch.bfloat16: 0, torch.float32: lora_weights(from_dict(TREE).model.config, 4)}
+    assert trained == {
+        torch.bfloat16: 0,
+        torch.float32: lora_weights(from_dict(TREE).model.config, 4),
+    }
     assert peft["versus"] == "peft" and peft["versus_ratio"] > 0
     ours, all_of_it = full["versus_memory_gib"]
     weights = count_work(from_dict(TREE).model.config).parameters * 2**-30
-    assert ours < all_of_it and all_of_it > 16 * weights  # in fp32: weights, gradients, two states
+    assert (
+        ours < all_of_it and all_of_it > 16 * weights
+    )  # in fp32: weights, gradients, two states
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
 def run(out, *changes):
-    tree = TREE | {"out_dir": str(out), "device": "cpu", "optim": {"lr": 0.01}, "lora": {"rank": 4, "dropout": 0.1}}
+    tree = TREE | {
+        "out_dir": str(out),
+        "device": "cpu",
+        "optim": {"lr": 0.01},
+        "lora": {"rank": 4, "dropout": 0.1},
+    }
     for change in changes:
         tree = tree | change
     train(from_dict(tree))
@@ -486,34 +571,68 @@ def train_export_and_resume(folder):
     base = {"model": {"path": str(folder / "base")}}
     losses = run(folder / "whole", base, {"steps": 4})
     run(folder / "parts", base, {"steps": 2})
-    assert run(folder / "parts", base, {"steps": 4}) == losses  # masks too depend on the step alone
+    assert (
+        run(folder / "parts", base, {"steps": 4}) == losses
+    )  # masks too depend on the step alone
     stored = load_file(folder / "whole" / "adapter_model.safetensors")
     assert stored.keys() == load_file(folder / "parts" / "adapter_model.safetensors").keys()
     assert not (folder / "whole" / "config.json").exists()
     index = read_index(folder / "whole/checkpoints/step-00000004/.metadata")
     assert all("lora_" in name for name in index.state_dict_metadata)
     again = run(folder / "again", base, {"steps": 1, "lora": {"path": str(folder / "whole")}})
-    merge.main(["--model", str(folder / "base"), "--adapter", str(folder / "whole"), "--out", str(folder / "out")])
-    assert json.loads((folder / "out" / "generation_config.json").read_text()) == {"eos_token_id": [257, 10]}
-    merged = run(folder / "merged", {"model": {"path": str(folder / "out")}, "steps": 1, "lora": {"rank": 4}})
+    merge.main(
+        [
+            "--model",
+            str(folder / "base"),
+            "--adapter",
+            str(folder / "whole"),
+            "--out",
+            str(folder / "out"),
+        ]
+    )
+    assert json.loads((folder / "out" / "generation_config.json").read_text()) == {
+        "eos_token_id": [257, 10]
+    }
+    merged = run(
+        folder / "merged",
+        {"model": {"path": str(folder / "out")}, "steps": 1, "lora": {"rank": 4}},
+    )
     assert again == pytest.approx(merged, rel=1e-5) and again[0] != losses[0]
     settings = yaml.safe_load((folder / "again" / "config.yaml").read_text())
     assert settings["lora"]["rank"] == 4 and to_dict(from_dict(settings)) == settings
     with pytest.raises(InputError, match=r"lora.rank=8 cannot be changed: lora.path=.* has 4"):
         from_dict(TREE | base | {"lora": {"path": str(folder / "whole"), "rank": 8}})
     with pytest.raises(InputError, match="was trained over another base model"):
-        run(folder / "whole", {"model": TREE["model"] | {"vocab_size": 320, "num_layers": 2}, "steps": 5})
+        run(
+            folder / "whole",
+            {"model": TREE["model"] | {"vocab_size": 320, "num_layers": 2}, "steps": 5},
+        )
 
 
 def test_the_settings_that_made_adapters_also_continue_them(tmp_path):
     """The file has experts behind other targets, and not what the model lacks."""
-    model, targets = model_config("qwen3-30b-a3b-tiny"), ["experts.down_proj", "v_proj", "q_proj", "gate_proj"]
+    model, targets = (
+        model_config("qwen3-30b-a3b-tiny"),
+        ["experts.down_proj", "v_proj", "q_proj", "gate_proj"],
+    )
     lora = Lora(rank=4, targets=targets)
-    save_adapter(((name, torch.ones(x)) for name, x in adapter_shapes(model, lora).items()), model, lora, tmp_path)
-    tree = {"task": "lora", "model": "qwen3-30b-a3b-tiny", "lora": {"path": str(tmp_path), "targets": targets}}
+    save_adapter(
+        ((name, torch.ones(x)) for name, x in adapter_shapes(model, lora).items()),
+        model,
+        lora,
+        tmp_path,
+    )
+    tree = {
+        "task": "lora",
+        "model": "qwen3-30b-a3b-tiny",
+        "lora": {"path": str(tmp_path), "targets": targets},
+    }
     assert from_dict(tree).lora.targets == ["v_proj", "q_proj", "experts.down_proj"]
     tree["lora"]["targets"] = ["q_proj", "v_proj"]
-    with pytest.raises(InputError, match=r"lora.targets=.* cannot be changed: lora.path=.* has .*experts.down_proj"):
+    with pytest.raises(
+        InputError,
+        match=r"lora.targets=.* cannot be changed: lora.path=.* has .*experts.down_proj",
+    ):
         from_dict(tree)
 
 

@@ -9,7 +9,15 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 from minitrain.errors import InputError
 from minitrain.models.decoder import Block, Decoder
 from minitrain.models.decoder_config import MambaShape
-from minitrain.models.mamba import GroupedRMSNorm, Mamba2, by_group, by_part, causal_conv, initialize_parameter, scan
+from minitrain.models.mamba import (
+    GroupedRMSNorm,
+    Mamba2,
+    by_group,
+    by_part,
+    causal_conv,
+    initialize_parameter,
+    scan,
+)
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.settings import Optim
@@ -18,7 +26,12 @@ from minitrain.training.optim import make_optimizer
 BATCH, SEQ, GROUPS, HEADS, WIDTH, STATE = 2, 75, 2, 3, 4, 8  # heads of a group; their width
 SHAPE = MambaShape(heads=6, head_dim=4, groups=2, state=8, conv=4, chunk=16)
 PACKED = torch.zeros(BATCH, SEQ, dtype=torch.long)
-PACKED[0, 16:], PACKED[0, 17:], PACKED[0, 20:], PACKED[0, 48:] = 1, 2, 3, 1  # at a chunk's start, inside; 1 again
+PACKED[0, 16:], PACKED[0, 17:], PACKED[0, 20:], PACKED[0, 48:] = (
+    1,
+    2,
+    3,
+    1,
+)  # at a chunk's start, inside; 1 again
 PACKED[1, 9:] = 4  # the other row stays in one document for many chunks
 
 
@@ -38,7 +51,9 @@ def recurrence(x, dt, a, d, b, c, document_ids=None):
     state, out = x.new_zeros(BATCH, GROUPS, HEADS, WIDTH, STATE), []
     for t in range(SEQ):
         if document_ids is not None and t:
-            state = state * (document_ids[:, t] == document_ids[:, t - 1])[:, None, None, None, None]
+            state = (
+                state * (document_ids[:, t] == document_ids[:, t - 1])[:, None, None, None, None]
+            )
         state = state * torch.exp(dt[:, t] * a)[..., None, None]
         state = state + torch.einsum("zgr,zgrp,zgn->zgrpn", dt[:, t], x[:, t], b[:, t])
         out.append(torch.einsum("zgrpn,zgn->zgrp", state, c[:, t]) + x[:, t] * d[..., None])
@@ -60,10 +75,14 @@ def test_scan_is_the_recurrence(chunk, document_ids):
 def test_a_deterministic_scan_adds_up_no_floats_by_cumsum(monkeypatch):
     """CUDA's kernel refuses to."""
     inputs, cumsum = random_inputs(), torch.Tensor.cumsum
-    initial = torch.randn(BATCH, GROUPS, HEADS, WIDTH, STATE, generator=torch.Generator().manual_seed(1))
+    initial = torch.randn(
+        BATCH, GROUPS, HEADS, WIDTH, STATE, generator=torch.Generator().manual_seed(1)
+    )
     states = [initial.clone(), initial.clone()]
     expected = [scan(*inputs, 8, PACKED), scan(*inputs, 8, initial=states[0])]
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: None if x.is_floating_point() else cumsum(x, dim))
+    monkeypatch.setattr(
+        torch.Tensor, "cumsum", lambda x, dim: None if x.is_floating_point() else cumsum(x, dim)
+    )
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     found = [scan(*inputs, 8, PACKED), scan(*inputs, 8, initial=states[1])]
     torch.testing.assert_close([*found, states[1]], [*expected, states[0]])
@@ -83,7 +102,10 @@ def test_low_precision_activations_keep_the_decay_in_full():
     """bf16 in, bf16 out, and no further from the truth than a few roundings of bf16."""
     x, dt, a, d, b, c = (tensor.detach() for tensor in random_inputs())
     x, b, c = (tensor.bfloat16() for tensor in (x, b, c))
-    found, expected = scan(x, dt, a, d, b, c, 16), recurrence(x.float(), dt, a, d, b.float(), c.float())
+    found, expected = (
+        scan(x, dt, a, d, b, c, 16),
+        recurrence(x.float(), dt, a, d, b.float(), c.float()),
+    )
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() <= 2**-7 * expected.norm()
 
@@ -91,7 +113,16 @@ def test_low_precision_activations_keep_the_decay_in_full():
 def test_a_state_adds_up_in_fp32():
     """From bf16, which has no odd numbers above 256: 40 chunks of 7 ones, none of which is forgotten."""
     ones, state = torch.ones(1, 280, 1, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 1, 1, 1)
-    scan(ones[..., None], ones.float(), torch.full((1, 1), -1e-12), torch.zeros(1, 1), ones, ones, 7, initial=state)
+    scan(
+        ones[..., None],
+        ones.float(),
+        torch.full((1, 1), -1e-12),
+        torch.zeros(1, 1),
+        ones,
+        ones,
+        7,
+        initial=state,
+    )
     assert state.item() == 280
 
 
@@ -100,7 +131,11 @@ def test_a_gated_norm_is_rounded_once():
     norm, (x, z) = GroupedRMSNorm(32, eps=1e-5), torch.randn(2, 3, 40, 2, 16).bfloat16()
     torch.nn.init.normal_(norm.weight, 1, 0.1)
     gated = x.double() * F.silu(z.double())
-    exact = gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double().view(2, 16)
+    exact = (
+        gated
+        / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        * norm.weight.double().view(2, 16)
+    )
     assert ((norm(x, z) - exact) / exact).abs().max() < 1.001 * 2**-8
 
 
@@ -108,9 +143,16 @@ def test_a_gated_norm_is_rounded_once():
 def test_convolution_is_torchs(taps):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 11, 2, 3, generator=generator)
-    weight, bias = torch.randn(6, 1, taps, generator=generator), torch.randn(6, generator=generator)
+    weight, bias = (
+        torch.randn(6, 1, taps, generator=generator),
+        torch.randn(6, generator=generator),
+    )
     rows = x.flatten(2).transpose(1, 2)  # [batch, channels, seq]
-    expected = F.conv1d(F.pad(rows, (taps - 1, 0)), weight, bias, groups=6).transpose(1, 2).unflatten(2, (2, 3))
+    expected = (
+        F.conv1d(F.pad(rows, (taps - 1, 0)), weight, bias, groups=6)
+        .transpose(1, 2)
+        .unflatten(2, (2, 3))
+    )
     by_groups = causal_conv(x, weight.unflatten(0, (2, 3)), bias.view(2, 3))
     torch.testing.assert_close(by_groups, expected)
 
@@ -127,9 +169,16 @@ def mixers(dt_min=0.0):
     """The same random mixer here and in transformers."""
     torch.manual_seed(0)
     config = NemotronHConfig(
-        hidden_size=20, mamba_num_heads=6, mamba_head_dim=4, n_groups=2, ssm_state_size=8, conv_kernel=4, chunk_size=32,
-        time_step_min=dt_min, layers_block_type=["linear_attention"],
-    )  # fmt: skip
+        hidden_size=20,
+        mamba_num_heads=6,
+        mamba_head_dim=4,
+        n_groups=2,
+        ssm_state_size=8,
+        conv_kernel=4,
+        chunk_size=32,
+        time_step_min=dt_min,
+        layers_block_type=["linear_attention"],
+    )
     theirs = NemotronHMamba2Mixer(config, layer_idx=0).train()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, 0, 0.5)
@@ -141,9 +190,18 @@ def mixers(dt_min=0.0):
 
 def reordered(tensors):
     """Tensors of transformers' mixer with the names and the rows of ours."""
-    parts = {"in_proj.weight": SHAPE.projected, "conv1d.weight": SHAPE.convolved, "conv1d.bias": SHAPE.convolved}
-    tensors = {name: by_group(t, parts[name], 2) if name in parts else t for name, t in tensors.items()}
-    return {f"dynamics.{name}" if name in ("A_log", "D", "dt_bias") else name: t for name, t in tensors.items()}
+    parts = {
+        "in_proj.weight": SHAPE.projected,
+        "conv1d.weight": SHAPE.convolved,
+        "conv1d.bias": SHAPE.convolved,
+    }
+    tensors = {
+        name: by_group(t, parts[name], 2) if name in parts else t for name, t in tensors.items()
+    }
+    return {
+        f"dynamics.{name}" if name in ("A_log", "D", "dt_bias") else name: t
+        for name, t in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("pieces", [[40, 35], [1, 50, 24], [3] * 25], ids=str)
@@ -154,7 +212,10 @@ def test_pieces_of_a_row_go_on_from_what_earlier_ones_left(pieces):
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(BATCH, SEQ, GROUPS, HEADS * WIDTH + 2 * STATE, generator=generator)
     dt = torch.randn(BATCH, SEQ, GROUPS, HEADS, generator=generator) - 5
-    state = mixed.new_zeros(BATCH, 3, *mixed.shape[2:]), mixed.new_zeros(BATCH, GROUPS, HEADS, WIDTH, STATE)
+    state = (
+        mixed.new_zeros(BATCH, 3, *mixed.shape[2:]),
+        mixed.new_zeros(BATCH, GROUPS, HEADS, WIDTH, STATE),
+    )
     rows = zip(mixed.split(pieces, dim=1), dt.split(pieces, dim=1), strict=True)
     found = torch.cat([mixer.mix(*piece, state=state) for piece in rows], dim=1)
     torch.testing.assert_close(found, mixer.mix(mixed, dt), atol=2e-5, rtol=1e-5)
@@ -228,7 +289,10 @@ def test_layers_follow_the_pattern():
         (dict(mamba_n_groups=3), "mamba_n_groups=3 does not divide mamba_num_heads=8"),
         (dict(ssm_state_size=0), "ssm_state_size=0 must be at least 1"),
         (dict(time_step_min=-0.1), "time_step_min=-0.1 must be at least 0"),
-        (dict(position_embedding="alibi"), "position_embedding='alibi' is not one of rotary, learned, none"),
+        (
+            dict(position_embedding="alibi"),
+            "position_embedding='alibi' is not one of rotary, learned, none",
+        ),
     ],
 )
 def test_wrong_shapes_are_refused(changes, message):
@@ -239,9 +303,21 @@ def test_wrong_shapes_are_refused(changes, message):
 @pytest.mark.parametrize(
     "model, parallel, message",
     [
-        ("nemotron3-nano-30b-a3b-tiny", dict(cp=8), r"cp=8 x tp=1 .* mamba_n_groups=4 \(use cp=1, 2 or 4\)"),
-        ("nemotron3-nano-30b-a3b-tiny", dict(cp=4, tp=2), r"cp=4 x tp=2 .* mamba_n_groups=4 \(use cp=1 or 2\)"),
-        ("nemotron3-nano-30b-a3b-tiny", dict(tp=8), "parallel.tp=8 does not divide mamba_n_groups=4"),
+        (
+            "nemotron3-nano-30b-a3b-tiny",
+            dict(cp=8),
+            r"cp=8 x tp=1 .* mamba_n_groups=4 \(use cp=1, 2 or 4\)",
+        ),
+        (
+            "nemotron3-nano-30b-a3b-tiny",
+            dict(cp=4, tp=2),
+            r"cp=4 x tp=2 .* mamba_n_groups=4 \(use cp=1 or 2\)",
+        ),
+        (
+            "nemotron3-nano-30b-a3b-tiny",
+            dict(tp=8),
+            "parallel.tp=8 does not divide mamba_n_groups=4",
+        ),
     ],
 )
 def test_layouts_that_these_models_cannot_have(model, parallel, message):
@@ -260,7 +336,9 @@ def test_block_compiles_to_one_graph():
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     results = [run(x, None, None, PACKED) for run in (compiled, block)]
     torch.testing.assert_close(*results, atol=1e-6, rtol=0)
-    gradients = [torch.autograd.grad(result.square().sum(), list(block.parameters())) for result in results]
+    gradients = [
+        torch.autograd.grad(result.square().sum(), list(block.parameters())) for result in results
+    ]
     for ours, theirs in zip(*gradients, strict=True):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
@@ -300,6 +378,10 @@ def test_dynamics_and_norms_do_not_decay():
     names = {id(parameter): name for name, parameter in block.named_parameters()}
     assert others["weight_decay"] == 0
     assert {names[id(p)] for p in decayed["params"]} == {
-        "mamba.in_proj.weight", "mamba.conv1d.weight", "mamba.out_proj.weight",
-    }  # fmt: skip
-    assert {f"mamba.dynamics.{name}" for name in ("A_log", "D", "dt_bias")} <= {names[id(p)] for p in others["params"]}
+        "mamba.in_proj.weight",
+        "mamba.conv1d.weight",
+        "mamba.out_proj.weight",
+    }
+    assert {f"mamba.dynamics.{name}" for name in ("A_log", "D", "dt_bias")} <= {
+        names[id(p)] for p in others["params"]
+    }

@@ -70,7 +70,10 @@ def one_expert(experts, mlp, e, x):
 
 def loop(x, indices, weights, experts, mlp):
     rows = [
-        sum(w * one_expert(experts, mlp, e, token) for e, w in zip(chosen.tolist(), weight, strict=True))
+        sum(
+            w * one_expert(experts, mlp, e, token)
+            for e, w in zip(chosen.tolist(), weight, strict=True)
+        )
         for token, chosen, weight in zip(x, indices, weights, strict=True)
     ]
     return torch.stack(rows)
@@ -92,7 +95,9 @@ def test_dispatch_and_experts_equal_a_loop_over_tokens(mlp, bias, load):
     experts = fill(Experts(6, HIDDEN, WIDTH, mlp, bias))
     x = torch.randn(11, HIDDEN, requires_grad=True)
     weights = torch.rand(11, 2, requires_grad=True)
-    indices = torch.stack([torch.randperm(5 if load == "last expert empty" else 6)[:2] for _ in range(11)])
+    indices = torch.stack(
+        [torch.randperm(5 if load == "last expert empty" else 6)[:2] for _ in range(11)]
+    )
     if load == "one expert":
         indices, weights = torch.full((11, 1), 3), torch.rand(11, 1, requires_grad=True)
     found = dispatch(x, indices, weights, experts)()
@@ -107,7 +112,9 @@ def test_dispatch_and_experts_equal_a_loop_over_tokens(mlp, bias, load):
 def test_an_expert_without_tokens_has_gradient_zero():
     experts = fill(Experts(4, HIDDEN, WIDTH, "swiglu", bias=True))
     indices = torch.tensor([[0, 2], [2, 0], [0, 2]])
-    dispatch(torch.randn(3, HIDDEN), indices, torch.rand(3, 2), experts)().square().sum().backward()
+    dispatch(
+        torch.randn(3, HIDDEN), indices, torch.rand(3, 2), experts
+    )().square().sum().backward()
     for parameter in experts.parameters():
         assert (parameter.grad[[1, 3]] == 0).all() and (parameter.grad[[0, 2]] != 0).any()
 
@@ -130,7 +137,11 @@ def test_what_a_kernel_leaves_for_an_expert_without_tokens_is_no_gradient(adapte
     if adapted:
         add_adapters(experts, Lora(rank=2, targets=["experts.gate_up_proj", "experts.down_proj"]))
     parameters = [p for p in fill(experts).parameters() if p.requires_grad]
-    x, indices, weights = torch.randn(3, HIDDEN), torch.tensor([[0, 2], [2, 0], [0, 2]]), torch.rand(3, 2)
+    x, indices, weights = (
+        torch.randn(3, HIDDEN),
+        torch.tensor([[0, 2], [2, 0], [0, 2]]),
+        torch.rand(3, 2),
+    )
 
     def gradients():
         loss = dispatch(x, indices, weights, experts.experts)().square().sum()
@@ -161,10 +172,18 @@ def test_rows_are_sorted_for_as_many_experts_as_a_model_may_have():
         num_experts = DEFAULT_LIMIT
 
         def __call__(self, rows, weights, counts):
-            return rows * weights[:, None] * torch.arange(self.num_experts).repeat_interleave(counts)[:, None]
+            return (
+                rows
+                * weights[:, None]
+                * torch.arange(self.num_experts).repeat_interleave(counts)[:, None]
+            )
 
     indices = torch.tensor(
-        [[0, DEFAULT_LIMIT - 1], [DEFAULT_LIMIT // 2, DEFAULT_LIMIT // 2 - 1], [DEFAULT_LIMIT // 2 + 1, 1]]
+        [
+            [0, DEFAULT_LIMIT - 1],
+            [DEFAULT_LIMIT // 2, DEFAULT_LIMIT // 2 - 1],
+            [DEFAULT_LIMIT // 2 + 1, 1],
+        ]
     )
     x, weights = torch.randn(3, 4, dtype=torch.float64), torch.rand(3, 2, dtype=torch.float64)
     expected = x * (weights * indices).sum(1, keepdim=True)
@@ -172,13 +191,18 @@ def test_rows_are_sorted_for_as_many_experts_as_a_model_may_have():
 
 
 def test_shared_and_latent_experts_by_hand():
-    settings = dict(scoring_func="sigmoid", mlp="relu2", shared_expert_intermediate_size=40, moe_latent_size=8)
+    settings = dict(
+        scoring_func="sigmoid", mlp="relu2", shared_expert_intermediate_size=40, moe_latent_size=8
+    )
     moe = fill(MoE(shape(4, 2, **settings)))
     x = torch.randn(2, 5, HIDDEN)
     indices, weights = moe.gate(x)
     low = (x @ moe.fc1_latent_proj.weight.T).flatten(0, 1)
     routed = loop(low, indices, weights, moe.experts, "relu2") @ moe.fc2_latent_proj.weight.T
-    shared = F.relu(x @ moe.shared_experts.up_proj.weight.T) ** 2 @ moe.shared_experts.down_proj.weight.T
+    shared = (
+        F.relu(x @ moe.shared_experts.up_proj.weight.T) ** 2
+        @ moe.shared_experts.down_proj.weight.T
+    )
     torch.testing.assert_close(moe(x), routed.view_as(x) + shared, atol=1e-4, rtol=1e-4)
 
 
@@ -189,7 +213,9 @@ def test_shared_and_latent_experts_by_hand():
 def test_grouped_sigmoid_routing_token_by_token(seed, mean):
     """mean: of the biases, so that scores with them may all be below 0."""
     torch.manual_seed(seed)
-    router = fill(make_router(12, 3, "sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5), seed)
+    router = fill(
+        make_router(12, 3, "sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5), seed
+    )
     x = torch.randn(50, HIDDEN)
     router.e_score_correction_bias.normal_(mean, 0.5)
     indices, weights = router(x)
@@ -229,7 +255,11 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **kwargs or {})
-        self.returned |= {(each.dtype, each.numel()) for each in pytree.tree_leaves(out) if isinstance(each, Tensor)}
+        self.returned |= {
+            (each.dtype, each.numel())
+            for each in pytree.tree_leaves(out)
+            if isinstance(each, Tensor)
+        }
         if function is torch.ops.aten.mm.default:
             self.multiplied |= {each.dtype for each in args}
         return out
@@ -244,7 +274,9 @@ def test_a_router_in_bf16_makes_no_fp32_copies_of_what_it_multiplies(scoring):
     with Seen() as seen:
         mine = gradients(router(x.requires_grad_())[1] * wanted, x, router.weight)
     assert seen.multiplied == {torch.bfloat16}
-    assert not {(torch.float32, x.numel()), (torch.float32, router.weight.numel())} & seen.returned
+    assert (
+        not {(torch.float32, x.numel()), (torch.float32, router.weight.numel())} & seen.returned
+    )
     wide, y = copy.deepcopy(router).float(), x.detach().float().requires_grad_()
     for ours, right in zip(mine, gradients(wide(y)[1] * wanted, y, wide.weight), strict=True):
         assert ours.dtype == torch.bfloat16
@@ -263,7 +295,9 @@ def test_a_compiled_router_in_bf16_gives_the_same():
 
 
 def test_fake_balanced_gate():
-    config = model_config("qwen3-30b-a3b-tiny", fake_balanced_gate=True, num_experts=6, num_experts_per_tok=4)
+    config = model_config(
+        "qwen3-30b-a3b-tiny", fake_balanced_gate=True, num_experts=6, num_experts_per_tok=4
+    )
     indices, weights = MoE(config).gate(torch.randn(3, 2, 64))
     assert indices.tolist() == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]] * 2
     assert torch.equal(weights, torch.full((6, 4), 0.25))
@@ -284,13 +318,17 @@ def test_load_is_counted_once_per_forward_pass_that_trains(recompute):
     router = fill(make_router(8, 2, "sigmoid", bias_update_speed=0.1))
     batches = [torch.randn(2, 7, HIDDEN) for _ in range(3)]
     with torch.no_grad():
-        expected = [sum(counts) for counts in zip(*(routed_load(router, x) for x in batches), strict=True)]
+        expected = [
+            sum(counts) for counts in zip(*(routed_load(router, x) for x in batches), strict=True)
+        ]
         assert router.load is None  # an evaluation does not count
 
     def weigh(x):
         return router(x)[1].square().sum()
 
-    losses = [checkpoint(weigh, x, use_reentrant=False) if recompute else weigh(x) for x in batches]
+    losses = [
+        checkpoint(weigh, x, use_reentrant=False) if recompute else weigh(x) for x in batches
+    ]
     sum(losses).backward()
     assert router.load.tolist() == expected
 
@@ -302,22 +340,33 @@ def test_load_is_counted_once_where_a_compiled_block_recomputes():
     with torch.no_grad():
         expected = routed_load(router, x)
     recompute([router], "full")
-    torch.compile(lambda x: router(x)[1], backend="aot_eager", fullgraph=True)(x).square().sum().backward()
+    torch.compile(lambda x: router(x)[1], backend="aot_eager", fullgraph=True)(
+        x
+    ).square().sum().backward()
     assert router.load.tolist() == expected
 
 
 def test_selection_bias_moves_against_the_load():
     model = nn.ModuleList([make_router(4, 1, "sigmoid") for _ in range(2)])
     model[0].load, model[1].load = torch.tensor([5, 3, 4, 4]), torch.tensor([0, 0, 0, 8])
-    update_selection_bias(model, 0.01, sum_load=lambda load: load + torch.tensor([[0, 0, 0, 4], [0, 0, 0, 0]]))
-    torch.testing.assert_close(model[0].e_score_correction_bias, torch.tensor([0.0, 0.01, 0.01, -0.01]))
-    torch.testing.assert_close(model[1].e_score_correction_bias, torch.tensor([0.01, 0.01, 0.01, -0.01]))
+    update_selection_bias(
+        model, 0.01, sum_load=lambda load: load + torch.tensor([[0, 0, 0, 4], [0, 0, 0, 0]])
+    )
+    torch.testing.assert_close(
+        model[0].e_score_correction_bias, torch.tensor([0.0, 0.01, 0.01, -0.01])
+    )
+    torch.testing.assert_close(
+        model[1].e_score_correction_bias, torch.tensor([0.01, 0.01, 0.01, -0.01])
+    )
     assert model[0].load is None
 
 
 def test_selection_bias_evens_out_a_skewed_router():
     torch.manual_seed(0)
-    router, x = fill(make_router(8, 2, "sigmoid", bias_update_speed=0.1)), torch.randn(256, HIDDEN) + 0.3
+    router, x = (
+        fill(make_router(8, 2, "sigmoid", bias_update_speed=0.1)),
+        torch.randn(256, HIDDEN) + 0.3,
+    )
     spread = []
     for _ in range(300):
         router(x)
@@ -329,7 +378,10 @@ def test_selection_bias_evens_out_a_skewed_router():
 def aux_loss(probabilities, indices, top_k):
     """E sum_e f_e P_e of one group of tokens, by counting."""
     experts = probabilities.shape[1]
-    f = [sum(e in chosen for chosen in indices.tolist()) / (len(indices) * top_k) for e in range(experts)]
+    f = [
+        sum(e in chosen for chosen in indices.tolist()) / (len(indices) * top_k)
+        for e in range(experts)
+    ]
     return experts * sum(f[e] * probabilities[:, e].mean() for e in range(experts))
 
 
@@ -343,8 +395,14 @@ def test_auxiliary_loss_by_definition(scoring, per_sequence):
     (found,) = torch.autograd.grad(weights.sum() * 0, router.weight)
     logits = x.flatten(0, 1) @ router.weight.T
     scores = logits.sigmoid()
-    probabilities = logits.softmax(-1) if scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
-    groups = zip(probabilities.split(8), indices.split(8), strict=True) if per_sequence else [(probabilities, indices)]
+    probabilities = (
+        logits.softmax(-1) if scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
+    )
+    groups = (
+        zip(probabilities.split(8), indices.split(8), strict=True)
+        if per_sequence
+        else [(probabilities, indices)]
+    )
     losses = [aux_loss(*group, top_k=2) for group in groups]
     (expected,) = torch.autograd.grad(0.7 * sum(losses) / len(losses), router.weight)
     assert expected.norm() > 1e-3
@@ -377,7 +435,13 @@ def test_a_training_step_moves_the_selection_bias(pool):
     Whether these have different rows or, under tensor parallelism, different tokens of the same.
     """
     small = dict(name="deepseek-v3-tiny", num_layers=2, bias_update_speed=0.01)
-    tree = dict(model=small, device="cpu", steps=1, batch={"global": 8, "micro": 2, "seq_len": 16}, recompute="full")
+    tree = dict(
+        model=small,
+        device="cpu",
+        steps=1,
+        batch={"global": 8, "micro": 2, "seq_len": 16},
+        recompute="full",
+    )
     split = tree | {"parallel": {"tp": 2}}
     (one,), two = pool.run(1, bias_after_a_step, tree), pool.run(2, bias_after_a_step, tree)
     two += pool.run(2, bias_after_a_step, split)
@@ -394,10 +458,14 @@ def bias_after_a_step(tree):
     trainer = Trainer(config, start(config))
     whole, chosen = Decoder(config.model.config), []
     initialize(whole, config.seed)
-    whole.model.layers["1"].mlp.gate.register_forward_hook(lambda router, inputs, output: chosen.append(output[0]))
+    whole.model.layers["1"].mlp.gate.register_forward_hook(
+        lambda router, inputs, output: chosen.append(output[0])
+    )
     batch = rows(Padded(config), range(8))
     whole(batch["tokens"], document_ids=batch["document_ids"])
-    load = chosen[0][(batch["document_ids"] == 0).flatten()].flatten().bincount(minlength=16).float()
+    load = (
+        chosen[0][(batch["document_ids"] == 0).flatten()].flatten().bincount(minlength=16).float()
+    )
     trainer.step(Padded(config), 0)
     bias = trainer.model.model.layers["1"].mlp.gate.e_score_correction_bias
     return bias.clone(), 0.01 * torch.sign(load.mean() - load)
@@ -407,7 +475,9 @@ class Padded:
     """Mock data, of whose row n the last n tokens are padding."""
 
     def __init__(self, config):
-        self.data, _ = open_data(config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed)
+        self.data, _ = open_data(
+            config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
+        )
 
     def row(self, n):
         row, place = self.data.row(n), torch.arange(self.data.seq_len)
@@ -428,7 +498,9 @@ def padded_batch(config, step):
 @pytest.mark.parametrize("per_sequence, micro", [(True, 1), (False, 2)])
 def test_auxiliary_loss_over_ranks(pool, per_sequence, micro):
     """The gradients of one process that sees all rows at once; per sequence also in several micro-batches."""
-    model = dict(name="mixtral-8x7b-tiny", num_layers=1, router_aux_loss_coef=1.0, seq_aux=per_sequence)
+    model = dict(
+        name="mixtral-8x7b-tiny", num_layers=1, router_aux_loss_coef=1.0, seq_aux=per_sequence
+    )
     batch = {"global": 4, "micro": micro, "seq_len": 24}
     tree = dict(model=model, batch=batch, optim=dict(name="sgd", lr=0.1), recompute="full")
     check_against_one_process(pool, 2, tree, batch=padded_batch)
@@ -440,7 +512,11 @@ def test_auxiliary_loss_over_ranks(pool, per_sequence, micro):
 @pytest.mark.parametrize(
     "name, changes, dtype",
     [
-        ("deepseek-v3-tiny", dict(first_k_dense_replace=0, bias_update_speed=0.01, router_aux_loss_coef=0.01), "bf16"),
+        (
+            "deepseek-v3-tiny",
+            dict(first_k_dense_replace=0, bias_update_speed=0.01, router_aux_loss_coef=0.01),
+            "bf16",
+        ),
         ("gpt-oss-20b-tiny", {}, "bf16"),
         ("gpt-oss-20b-tiny", {}, "fp32"),
         ("qwen3-30b-a3b-tiny", dict(fake_balanced_gate=True), "bf16"),
@@ -460,7 +536,9 @@ def test_a_block_compiles_as_one_graph_under_recomputation(name, changes, dtype)
         logits = model(tokens)
         logits.float().square().sum().backward()
         load = model.blocks[0].mlp.gate.load
-        results.append([logits, *(p.grad for p in model.parameters() if p.grad is not None), load])
+        results.append(
+            [logits, *(p.grad for p in model.parameters() if p.grad is not None), load]
+        )
     for mine, oracle in zip(*results, strict=True):
         assert (mine is None and oracle is None) or torch.equal(mine, oracle)
 
@@ -474,7 +552,9 @@ def test_gradients_of_experts_come_in_the_layout_of_their_weights(compiling):
         product = grouped_mm(x, weights.transpose(-2, -1), offsets)
     (grad,) = torch.autograd.grad(product.square().sum(), weights)
     assert grad.is_contiguous()
-    expected = torch.autograd.grad(torch.cat([x[:4] @ weights[0].T, x[4:] @ weights[2].T]).square().sum(), weights)[0]
+    expected = torch.autograd.grad(
+        torch.cat([x[:4] @ weights[0].T, x[4:] @ weights[2].T]).square().sum(), weights
+    )[0]
     torch.testing.assert_close(grad, expected)
 
 
@@ -483,14 +563,22 @@ def test_gradients_of_experts_come_in_the_layout_of_their_weights(compiling):
 
 def test_no_tensor_of_tokens_by_experts_by_channels():
     """Forward and backward of a DeepSeek-V3-shaped block: at most one row per chosen expert, of both halves."""
-    config = model_config("deepseek-v3-tiny", num_experts=128, n_group=8, topk_group=4, num_experts_per_tok=2)
+    config = model_config(
+        "deepseek-v3-tiny", num_experts=128, n_group=8, topk_group=4, num_experts_per_tok=2
+    )
     moe, tokens = fill(MoE(config)), 512
     x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
     sizes = []
-    with Results(lambda result: sizes.append(result.untyped_storage().nbytes() // result.element_size())):
+    with Results(
+        lambda result: sizes.append(result.untyped_storage().nbytes() // result.element_size())
+    ):
         moe(x).square().mean().backward()
     stacks = max(parameter.numel() for parameter in moe.parameters())
-    rows = tokens * config.num_experts_per_tok * max(2 * config.moe_intermediate_size, config.hidden_size)
+    rows = (
+        tokens
+        * config.num_experts_per_tok
+        * max(2 * config.moe_intermediate_size, config.hidden_size)
+    )
     channels = min(config.moe_intermediate_size, config.hidden_size)
     assert tokens <= max(sizes) <= max(stacks, rows) < tokens * config.num_experts * channels
 
@@ -501,29 +589,81 @@ def test_no_tensor_of_tokens_by_experts_by_channels():
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        ("mixtral-8x7b", dict(num_experts_per_tok=9), "num_experts_per_tok=9 must be between 1 and num_experts=8"),
+        (
+            "mixtral-8x7b",
+            dict(num_experts_per_tok=9),
+            "num_experts_per_tok=9 must be between 1 and num_experts=8",
+        ),
         ("mixtral-8x7b", dict(num_experts_per_tok=0), "num_experts_per_tok=0 must be between 1"),
         ("mixtral-8x7b", dict(num_experts=-1), "num_experts=-1 must be at least 0"),
-        ("mixtral-8x7b", dict(moe_intermediate_size=100), "moe_intermediate_size=100 must be a multiple of 8"),
-        ("mixtral-8x7b", dict(moe_intermediate_size=0), "moe_intermediate_size=0 must be a multiple of 8"),
-        ("mixtral-8x7b", dict(scoring_func="tanh"), "scoring_func='tanh' is not one of softmax, sigmoid"),
+        (
+            "mixtral-8x7b",
+            dict(moe_intermediate_size=100),
+            "moe_intermediate_size=100 must be a multiple of 8",
+        ),
+        (
+            "mixtral-8x7b",
+            dict(moe_intermediate_size=0),
+            "moe_intermediate_size=0 must be a multiple of 8",
+        ),
+        (
+            "mixtral-8x7b",
+            dict(scoring_func="tanh"),
+            "scoring_func='tanh' is not one of softmax, sigmoid",
+        ),
         ("mixtral-8x7b", dict(n_group=2), "n_group=2 needs scoring_func=sigmoid"),
-        ("mixtral-8x7b", dict(bias_update_speed=0.001), "bias_update_speed=0.001 needs scoring_func=sigmoid"),
-        ("mixtral-8x7b", dict(mlp="gelu"), "mlp='gelu' is not one of swiglu, clamped_swiglu, relu2"),
-        ("mixtral-8x7b", dict(router_aux_loss_coef=-0.1), "router_aux_loss_coef=-0.1 must be at least 0"),
+        (
+            "mixtral-8x7b",
+            dict(bias_update_speed=0.001),
+            "bias_update_speed=0.001 needs scoring_func=sigmoid",
+        ),
+        (
+            "mixtral-8x7b",
+            dict(mlp="gelu"),
+            "mlp='gelu' is not one of swiglu, clamped_swiglu, relu2",
+        ),
+        (
+            "mixtral-8x7b",
+            dict(router_aux_loss_coef=-0.1),
+            "router_aux_loss_coef=-0.1 must be at least 0",
+        ),
         ("llama3-8b", dict(mlp="clamped_swiglu"), "mlp='clamped_swiglu' is not one of"),
         ("llama3-8b", dict(sliding_window=-1), "sliding_window=-1 must be at least 0"),
         ("gpt-oss-20b", dict(first_k_dense_replace=1), "mlp=clamped_swiglu is for experts only"),
-        ("gpt-oss-20b", dict(num_layers=4, layer_pattern="*E-E"), "mlp=clamped_swiglu is for experts only"),
-        ("deepseek-v3", dict(routed_scaling_factor=-1.0), "routed_scaling_factor=-1.0 must be at least 0"),
+        (
+            "gpt-oss-20b",
+            dict(num_layers=4, layer_pattern="*E-E"),
+            "mlp=clamped_swiglu is for experts only",
+        ),
+        (
+            "deepseek-v3",
+            dict(routed_scaling_factor=-1.0),
+            "routed_scaling_factor=-1.0 must be at least 0",
+        ),
         ("deepseek-v3", dict(n_group=3), "n_group=3 does not divide num_experts=256"),
         ("deepseek-v3", dict(n_group=256), "n_group=256 leaves 1 of num_experts=256 to a group"),
         ("deepseek-v3", dict(topk_group=9), "topk_group=9 must be between 1 and n_group=8"),
-        ("deepseek-v3", dict(num_experts=32, topk_group=1), "num_experts_per_tok=8 exceeds the 4 experts of"),
-        ("deepseek-v3", dict(v_head_dim=0), "v_head_dim=0 must be at least 1 in latent attention"),
+        (
+            "deepseek-v3",
+            dict(num_experts=32, topk_group=1),
+            "num_experts_per_tok=8 exceeds the 4 experts of",
+        ),
+        (
+            "deepseek-v3",
+            dict(v_head_dim=0),
+            "v_head_dim=0 must be at least 1 in latent attention",
+        ),
         ("deepseek-v3", dict(qk_rope_head_dim=3), "qk_rope_head_dim=3 must be even"),
-        ("deepseek-v3", dict(num_key_value_heads=8), "num_key_value_heads=8 must be num_attention_heads=128"),
-        ("deepseek-v3", dict(rope_scaling=dict(rope_type="yarn")), "must have rope_type llama3 and"),
+        (
+            "deepseek-v3",
+            dict(num_key_value_heads=8),
+            "num_key_value_heads=8 must be num_attention_heads=128",
+        ),
+        (
+            "deepseek-v3",
+            dict(rope_scaling=dict(rope_type="yarn")),
+            "must have rope_type llama3 and",
+        ),
     ],
 )
 def test_impossible_models_are_refused(name, changes, message):
@@ -543,7 +683,11 @@ def test_biases_of_experts_do_not_decay():
     decayed, others = (group["params"] for group in make_optimizer(model, Optim()).param_groups)
     names = {name for name, p in model.named_parameters() if any(p is q for q in others)}
     assert len(decayed) + len(others) == len(list(model.parameters()))
-    assert names == {name for name, _ in model.named_parameters() if name.endswith(("bias", "norm.weight", "sinks"))}
+    assert names == {
+        name
+        for name, _ in model.named_parameters()
+        if name.endswith(("bias", "norm.weight", "sinks"))
+    }
 
 
 @pytest.mark.gpu
@@ -574,10 +718,19 @@ def test_a_router_on_cuda_in_bf16(experts, hidden, compiled):
     router.to(torch.bfloat16)
     x, grad = torch.randn(500, hidden).to(torch.bfloat16), torch.randn(500, experts)
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
-        scores = torch.compile(routing.linear_fp32) if compiled and device == "cuda" else routing.linear_fp32
-        factors = x.to(device, dtype).requires_grad_(), router.weight.detach().to(device, dtype).requires_grad_()
+        scores = (
+            torch.compile(routing.linear_fp32)
+            if compiled and device == "cuda"
+            else routing.linear_fp32
+        )
+        factors = (
+            x.to(device, dtype).requires_grad_(),
+            router.weight.detach().to(device, dtype).requires_grad_(),
+        )
         logits = factors[0] @ factors[1].T if device == "cpu" else scores(*factors)
-        results.append([logits, *torch.autograd.grad(logits, factors, grad.to(device, logits.dtype))])
+        results.append(
+            [logits, *torch.autograd.grad(logits, factors, grad.to(device, logits.dtype))]
+        )
     (right, *expected), (logits, *mine) = results
     assert logits.dtype == torch.float32
     assert (logits.cpu() - right).norm() < 1e-4 * right.norm()

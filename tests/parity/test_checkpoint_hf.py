@@ -47,9 +47,13 @@ def folder(tmp_path):
 def test_transformers_reads_what_we_write(family, max_shard_bytes, tmp_path):
     theirs, tokens = build(family), random_tokens(2, 40)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
-    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=max_shard_bytes)
+    save_pretrained(
+        load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=max_shard_bytes
+    )
     for folder in ("theirs", "ours"):
-        assert (len(list(tmp_path.glob(f"{folder}/*.safetensors"))) > 3) == (max_shard_bytes == 40_000)
+        assert (len(list(tmp_path.glob(f"{folder}/*.safetensors"))) > 3) == (
+            max_shard_bytes == 40_000
+        )
     again = reload(tmp_path / "ours")
     assert type(again) is type(theirs)
     assert again.dtype == torch.float32
@@ -75,12 +79,22 @@ def test_both_spellings_of_rotary_settings(family, tmp_path):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_config_means_the_same_in_transformers(family, tmp_path):
     """Token ids and sizes that no logit depends on survive both ways."""
-    theirs = build(family, eos_token_id=[2, 7], initializer_range=0.0134, max_position_embeddings=300)
+    theirs = build(
+        family, eos_token_id=[2, 7], initializer_range=0.0134, max_position_embeddings=300
+    )
     theirs.save_pretrained(tmp_path / "theirs")
     save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours")
     again = reload(tmp_path / "ours").config
-    for key in ("eos_token_id", "bos_token_id", "initializer_range", "max_position_embeddings", "num_key_value_heads",
-                "rope_parameters", "tie_word_embeddings", "hidden_act"):  # fmt: skip
+    for key in (
+        "eos_token_id",
+        "bos_token_id",
+        "initializer_range",
+        "max_position_embeddings",
+        "num_key_value_heads",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "hidden_act",
+    ):
         assert getattr(again, key) == getattr(theirs.config, key), key
 
 
@@ -114,14 +128,20 @@ def test_redundant_tensors_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda x: x * (torch.arange(len(x)) < 95)[:, None], torch.Tensor.half], ids=["values", "type"]
+    "change",
+    [lambda x: x * (torch.arange(len(x)) < 95)[:, None], torch.Tensor.half],
+    ids=["values", "type"],
 )
 def test_a_tied_head_that_is_stored_must_be_the_embedding(change, tmp_path):
     """transformers 5 does not tie the two then, 4 forgets the head."""
     build("llama3-tied").save_pretrained(tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING]
     edit_weights(tmp_path, **{"lm_head.weight": change(embedding)})
-    refused(lambda: load_pretrained(tmp_path), "lm_head.weight is not the embedding", "tie_word_embeddings=false")
+    refused(
+        lambda: load_pretrained(tmp_path),
+        "lm_head.weight is not the embedding",
+        "tie_word_embeddings=false",
+    )
     edit_json(tmp_path / "config.json", tie_word_embeddings=False)
     compare_with_transformers(tmp_path)
 
@@ -134,8 +154,12 @@ def test_what_is_saved_has_the_rights_of_any_other_file(mask, folder, tmp_path):
         save_pretrained(model, tmp_path / "model")
     finally:
         assert os.umask(before) == mask
-    rights = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "model").iterdir()}
-    assert rights == dict.fromkeys(["config.json", "generation_config.json", "model.safetensors"], 0o666 & ~mask)
+    rights = {
+        file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "model").iterdir()
+    }
+    assert rights == dict.fromkeys(
+        ["config.json", "generation_config.json", "model.safetensors"], 0o666 & ~mask
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- dtypes
@@ -211,12 +235,18 @@ MEMORY = """
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc"
+)
 def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
     """Resident memory, mapped files included, of a 41 MiB model in shards of 4 MiB and in one file."""
     command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path)]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives freed tensors back at once
-    peaks = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout)
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536"
+    }  # glibc gives freed tensors back at once
+    peaks = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
+    )
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 8
     slack = 6 * 2**20
     assert peaks["save"] < 4 * 2**20 + slack
@@ -232,19 +262,47 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
 @pytest.mark.parametrize(
     "family, changes, parts",
     [
-        ("llama3", dict(architectures=["BloomModel"]), ["BloomModel", "LlamaForCausalLM, Qwen2ForCausalLM"]),
-        ("llama3", dict(architectures=None, model_type="bloom"), ["model_type", "bloom", "llama, qwen2"]),
+        (
+            "llama3",
+            dict(architectures=["BloomModel"]),
+            ["BloomModel", "LlamaForCausalLM, Qwen2ForCausalLM"],
+        ),
+        (
+            "llama3",
+            dict(architectures=None, model_type="bloom"),
+            ["model_type", "bloom", "llama, qwen2"],
+        ),
         ("llama3", dict(model_type="mistral"), ["model_type='mistral' contradicts", "'llama'"]),
         ("llama3", dict(model_type=["llama"]), ["model_type=['llama'] contradicts"]),
         ("llama3", dict(attention_bias=True), ["attention_bias"]),
         ("llama3", dict(mlp_bias=True), ["mlp_bias"]),
-        ("llama3", dict(is_causal=False), ["is_causal=False is not supported for LlamaForCausalLM (must be True)"]),
+        (
+            "llama3",
+            dict(is_causal=False),
+            ["is_causal=False is not supported for LlamaForCausalLM (must be True)"],
+        ),
         ("llama3", dict(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
-        ("llama3", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), ["rope_type", "dynamic", "llama3"]),
-        ("llama3", dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), ["rope_type", "linear"]),
-        ("llama3", dict(rope_parameters=dict(rope_type="llama3", factor=8.0)), ["low_freq_factor", "missing"]),
+        (
+            "llama3",
+            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
+            ["rope_type", "dynamic", "llama3"],
+        ),
+        (
+            "llama3",
+            dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)),
+            ["rope_type", "linear"],
+        ),
+        (
+            "llama3",
+            dict(rope_parameters=dict(rope_type="llama3", factor=8.0)),
+            ["low_freq_factor", "missing"],
+        ),
         ("llama3", dict(rope_parameters="default"), ["rope_parameters", "object"]),
-        ("llama3", dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor", "0.5"]),
+        (
+            "llama3",
+            dict(rope_parameters=dict(partial_rotary_factor=0.5)),
+            ["partial_rotary_factor", "0.5"],
+        ),
         ("llama3", dict(quantization_config=dict(quant_method="fp8")), ["quantization_config"]),
         ("llama3", dict(hidden_size=None), ["hidden_size", "missing"]),
         ("llama3", dict(hidden_size="48"), ["hidden_size", "whole number"]),
@@ -271,10 +329,18 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
         ("gpt-oss", dict(swiglu_limit=5.0), ["swiglu_limit=5.0", "must be 7.0"]),
         ("gpt-oss", dict(attention_bias=False), ["attention_bias=False", "must be True"]),
         ("gpt-oss", dict(quantization_config=dict(quant_method="fp8")), ["fp8", "mxfp4"]),
-        ("mixtral", dict(quantization_config=dict(quant_method="fp8")), ["fp8", "MixtralForCausalLM must have none"]),
+        (
+            "mixtral",
+            dict(quantization_config=dict(quant_method="fp8")),
+            ["fp8", "MixtralForCausalLM must have none"],
+        ),
         ("gpt-oss", dict(rope_parameters=dict(rope_type="yarn")), ["key factor is missing"]),
         ("gpt-oss", dict(original_max_position_embeddings=16), ["embeddings=16 contradicts 32"]),
-        ("gpt-oss", dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), ["rope_parameters of each kind"]),
+        (
+            "gpt-oss",
+            dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}),
+            ["rope_parameters of each kind"],
+        ),
     ],
 )
 def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_path):
@@ -299,7 +365,9 @@ def test_of_both_spellings_of_rotary_settings_the_old_one_counts(theta, tmp_path
 
 @pytest.mark.parametrize("outside", [None, 32])
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
-def test_scaled_positions_that_were_learned_are_all_where_config_json_has_no_number(family, outside, tmp_path):
+def test_scaled_positions_that_were_learned_are_all_where_config_json_has_no_number(
+    family, outside, tmp_path
+):
     build(family).save_pretrained(tmp_path)
     changes = dict(rope_parameters=None, rope_scaling=dict(rope_type="yarn", factor=4.0))
     edit_json(tmp_path / "config.json", original_max_position_embeddings=outside, **changes)
@@ -307,9 +375,16 @@ def test_scaled_positions_that_were_learned_are_all_where_config_json_has_no_num
 
 
 def test_config_file_that_cannot_be_read(folder, tmp_path):
-    refused(lambda: read_config(tmp_path / "nowhere"), tmp_path / "nowhere/config.json", "No such file")
+    refused(
+        lambda: read_config(tmp_path / "nowhere"),
+        tmp_path / "nowhere/config.json",
+        "No such file",
+    )
     weights = folder / "model.safetensors"
-    refused(lambda: load_pretrained(weights), f"{weights} is a file (give a folder with config.json and safetensors")
+    refused(
+        lambda: load_pretrained(weights),
+        f"{weights} is a file (give a folder with config.json and safetensors",
+    )
     (folder / "config.json").write_text('{\n  "hidden_size": 48,\n  "vocab_size" 96\n}')
     refused(lambda: read_config(folder), f"{folder / 'config.json'}:3:16", "JSON")
     (folder / "config.json").write_text("[]")
@@ -322,10 +397,16 @@ def test_config_file_that_cannot_be_read(folder, tmp_path):
     "changes, parts",
     [
         ({"lm_head.weight": None}, ["lm_head.weight", "missing", "[96, 48]"]),
-        ({"model.layers.1.mlp.extra.weight": torch.ones(2)}, ["model.layers.1.mlp.extra.weight", "no place"]),
+        (
+            {"model.layers.1.mlp.extra.weight": torch.ones(2)},
+            ["model.layers.1.mlp.extra.weight", "no place"],
+        ),
         ({"model.norm.weight": torch.ones(47)}, ["model.norm.weight", "[47]", "[48]"]),
         ({"lm_head.weight": torch.ones(48, 96)}, ["lm_head.weight", "[48, 96]", "[96, 48]"]),
-        ({"model.norm.weight": torch.ones(48, dtype=torch.int8)}, ["model.norm.weight", "I8", "BF16"]),
+        (
+            {"model.norm.weight": torch.ones(48, dtype=torch.int8)},
+            ["model.norm.weight", "I8", "BF16"],
+        ),
     ],
 )
 def test_wrong_tensors_are_found_before_anything_is_written(changes, parts, folder):
@@ -343,7 +424,9 @@ def sharded(tmp_path):
     return tmp_path / "sharded"
 
 
-@pytest.mark.parametrize("name", ["../llama/model.safetensors", "/etc/hostname", "..", "parts/model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../llama/model.safetensors", "/etc/hostname", "..", "parts/model.safetensors"]
+)
 def test_index_that_leaves_the_folder(name, sharded, folder):
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
@@ -352,7 +435,10 @@ def test_index_that_leaves_the_folder(name, sharded, folder):
 
 
 def test_damaged_weight_files(sharded):
-    index, shards = sharded / "model.safetensors.index.json", sorted(sharded.glob("model-*.safetensors"))
+    index, shards = (
+        sharded / "model.safetensors.index.json",
+        sorted(sharded.glob("model-*.safetensors")),
+    )
     contents = shards[1].read_bytes()
     for damaged in (contents[:-1], contents[:100], b"", b"\xff" * 100):
         shards[1].write_bytes(damaged)
@@ -365,7 +451,11 @@ def test_damaged_weight_files(sharded):
     refused(lambda: load_pretrained(sharded), index, "weight_map")
     index.unlink()
     told = f"{sharded} holds no model.safetensors or diffusion_pytorch_model.safetensors, nor an index of shards"
-    refused(lambda: load_pretrained(sharded), told, f"{shards[0].name} is not read (save it again with save_pretrained")
+    refused(
+        lambda: load_pretrained(sharded),
+        told,
+        f"{shards[0].name} is not read (save it again with save_pretrained",
+    )
     for shard in shards:
         shard.unlink(missing_ok=True)
     refused(lambda: load_pretrained(sharded), told)
@@ -392,7 +482,10 @@ def test_saving_replaces_an_older_checkpoint_and_nothing_else(folder):
 def test_shards_are_as_full_as_their_limit_allows(folder):
     model = load_pretrained(folder)
     save_pretrained(model, folder, max_shard_bytes=16_000)
-    sizes = [sum(t.nbytes for t in load_file(file).values()) for file in sorted(folder.glob("model-*.safetensors"))]
+    sizes = [
+        sum(t.nbytes for t in load_file(file).values())
+        for file in sorted(folder.glob("model-*.safetensors"))
+    ]
     expected = []
     for parameter in model.parameters():
         if expected and expected[-1] + parameter.nbytes <= 16_000:
@@ -440,4 +533,8 @@ def test_models_without_a_place_in_transformers(family, changes, tmp_path):
 
 
 def test_folder_that_cannot_be_made(folder):
-    refused(lambda: save_pretrained(load_pretrained(folder), folder / "config.json"), folder / "config.json", "written")
+    refused(
+        lambda: save_pretrained(load_pretrained(folder), folder / "config.json"),
+        folder / "config.json",
+        "written",
+    )

@@ -21,7 +21,10 @@ SHARDED = 20_000  # bytes: a handful of files
 
 
 def assert_same_tensors(found: dict, expected: dict) -> None:
-    found, expected = ({diffusers_name(name): tensor for name, tensor in side.items()} for side in (found, expected))
+    found, expected = (
+        {diffusers_name(name): tensor for name, tensor in side.items()}
+        for side in (found, expected)
+    )
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.to(found[name].dtype)), name
@@ -44,7 +47,10 @@ def test_a_norm_without_use_of_published_image_to_video(tmp_path):
     diffusers_twin(CONFIGS[kind]).save_pretrained(tmp_path)
     [file] = tmp_path.glob("*.safetensors")
     expected = load_pretrained(tmp_path).state_dict()
-    save_file(load_file(file) | {"blocks.0.attn2.norm_added_q.weight": torch.ones(CONFIGS[kind].dim)}, file)
+    save_file(
+        load_file(file) | {"blocks.0.attn2.norm_added_q.weight": torch.ones(CONFIGS[kind].dim)},
+        file,
+    )
     assert_same_tensors(load_pretrained(tmp_path).state_dict(), expected)
 
 
@@ -69,7 +75,11 @@ def test_dtype_is_that_of_most_tensors_unless_given(tmp_path):
     for dtype in (None, torch.float32):
         model = load_pretrained(tmp_path / "mixed", dtype)
         assert {p.dtype for p in model.blocks[0].attn1.parameters()} == {dtype or torch.bfloat16}
-        assert model.blocks[0].norm2.weight.dtype == model.adaln.scale_shift_table.dtype == torch.float32
+        assert (
+            model.blocks[0].norm2.weight.dtype
+            == model.adaln.scale_shift_table.dtype
+            == torch.float32
+        )
 
 
 @pytest.mark.parametrize("original", [False, True])
@@ -77,7 +87,9 @@ def test_what_a_bf16_model_keeps_in_fp32_is_stored_in_fp32(original, tmp_path):
     ours = Wan(CONFIGS["t2v"]).to(torch.bfloat16)
     save_pretrained(ours, tmp_path, original_names=original)
     again = load_pretrained(tmp_path, torch.bfloat16)
-    for (name, tensor), found in zip(ours.state_dict().items(), again.state_dict().values(), strict=True):
+    for (name, tensor), found in zip(
+        ours.state_dict().items(), again.state_dict().values(), strict=True
+    ):
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
     if not original:
         theirs = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
@@ -101,7 +113,10 @@ def test_original_names_are_what_diffusers_converts(kind, size, tmp_path):
         stored |= load_file(file)
     assert "blocks.0.self_attn.q.weight" in stored and "head.modulation" in stored
     written = json.loads((tmp_path / "config.json").read_text())
-    assert (written["model_type"], written["text_dim"]) == (kind.split()[-1], ours.config.text_dim)
+    assert (written["model_type"], written["text_dim"]) == (
+        kind.split()[-1],
+        ours.config.text_dim,
+    )
     assert_same_tensors(convert_wan_transformer_to_diffusers(dict(stored)), ours.state_dict())
     again = load_pretrained(tmp_path)
     assert again.config == ours.config
@@ -122,9 +137,19 @@ def test_original_model_of_text_and_image(tmp_path):
 def test_published_original_config(tmp_path):
     """Wan-AI/Wan2.1-T2V-14B's config.json, at 1 / 40 of its width and with three of its layers."""
     published = dict(
-        _class_name="WanModel", _diffusers_version="0.30.0", dim=5120, eps=1e-06, ffn_dim=13824, freq_dim=256,
-        in_dim=16, model_type="t2v", num_heads=40, num_layers=40, out_dim=16, text_len=512,
-    )  # fmt: skip
+        _class_name="WanModel",
+        _diffusers_version="0.30.0",
+        dim=5120,
+        eps=1e-06,
+        ffn_dim=13824,
+        freq_dim=256,
+        in_dim=16,
+        model_type="t2v",
+        num_heads=40,
+        num_layers=40,
+        out_dim=16,
+        text_len=512,
+    )
     small = dict(dim=128, ffn_dim=64, num_heads=1, num_layers=3)
     config = WanConfig(num_attention_heads=1, ffn_dim=64, num_layers=3)
     save_pretrained(Wan(config), tmp_path, original_names=True)
@@ -132,7 +157,10 @@ def test_published_original_config(tmp_path):
     assert {key: written[key] for key in published if key != "_diffusers_version"} == {
         key: value for key, value in (published | small).items() if key != "_diffusers_version"
     }
-    for changed in (published | small, {key: value for key, value in (published | small).items() if key != "eps"}):
+    for changed in (
+        published | small,
+        {key: value for key, value in (published | small).items() if key != "eps"},
+    ):
         (tmp_path / "config.json").write_text(json.dumps(changed))
         assert load_pretrained(tmp_path).config == config
 
@@ -143,28 +171,50 @@ def test_zoo_is_what_diffusers_defaults_to():
         theirs = WanTransformer3DModel()
         ours = Wan(model_config("wan2.1-14b"))
     shapes = {name: parameter.shape for name, parameter in theirs.named_parameters()}
-    assert {diffusers_name(name): parameter.shape for name, parameter in ours.named_parameters()} == shapes
+    assert {
+        diffusers_name(name): parameter.shape for name, parameter in ours.named_parameters()
+    } == shapes
 
 
-@pytest.mark.parametrize("spelling, changes, message", [
-    ("diffusers", dict(_class_name="WanVACETransformer3DModel"), "_class_name='WanVACETransformer3DModel' is not supp"),
-    ("original", dict(_class_name="VaceWanModel", model_type="vace"), "(known: WanTransformer3DModel, WanModel)"),
-    ("diffusers", dict(qk_norm=None), "qk_norm=None is not supported"),
-    ("diffusers", dict(cross_attn_norm=False), "cross_attn_norm=False is not supported"),
-    ("diffusers", dict(pos_embed_seq_len=514), "pos_embed_seq_len=514 is not supported"),
-    ("diffusers", dict(added_kv_proj_dim=32), "added_kv_proj_dim=32 is not supported"),
-    ("diffusers", dict(num_layers="2"), "num_layers='2' must be a whole number"),
-    ("diffusers", dict(patch_size=2), "patch_size=2 must be a list"),
-    ("diffusers", dict(eps=0), "eps=0 must be a number above 0"),
-    ("diffusers", dict(attention_head_dim=15), "attention_head_dim=15 must be even"),
-    ("diffusers", dict(num_layers=3), "blocks.2.attn1.to_q.weight of shape [32, 32] is missing"),
-    ("diffusers", dict(num_layers=1), "has no place in the model"),
-    ("original", dict(model_type="flf2v"), "model_type='flf2v' is not supported"),
-    ("original", dict(num_heads=3), "num_heads=3 does not divide dim=32"),
-    ("original", dict(num_heads=0), "num_heads=0 does not divide dim=32"),
-    ("original", dict(qk_norm=False), "qk_norm=False is not supported"),
-    ("original", dict(ffn_dim=40), "blocks.0.ffn.net.0.proj.weight has shape [48, 32], expected [40, 32]"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "spelling, changes, message",
+    [
+        (
+            "diffusers",
+            dict(_class_name="WanVACETransformer3DModel"),
+            "_class_name='WanVACETransformer3DModel' is not supp",
+        ),
+        (
+            "original",
+            dict(_class_name="VaceWanModel", model_type="vace"),
+            "(known: WanTransformer3DModel, WanModel)",
+        ),
+        ("diffusers", dict(qk_norm=None), "qk_norm=None is not supported"),
+        ("diffusers", dict(cross_attn_norm=False), "cross_attn_norm=False is not supported"),
+        ("diffusers", dict(pos_embed_seq_len=514), "pos_embed_seq_len=514 is not supported"),
+        ("diffusers", dict(added_kv_proj_dim=32), "added_kv_proj_dim=32 is not supported"),
+        ("diffusers", dict(num_layers="2"), "num_layers='2' must be a whole number"),
+        ("diffusers", dict(patch_size=2), "patch_size=2 must be a list"),
+        ("diffusers", dict(eps=0), "eps=0 must be a number above 0"),
+        ("diffusers", dict(attention_head_dim=15), "attention_head_dim=15 must be even"),
+        (
+            "diffusers",
+            dict(num_layers=3),
+            "blocks.2.attn1.to_q.weight of shape [32, 32] is missing",
+        ),
+        ("diffusers", dict(num_layers=1), "has no place in the model"),
+        ("original", dict(model_type="flf2v"), "model_type='flf2v' is not supported"),
+        ("original", dict(num_heads=3), "num_heads=3 does not divide dim=32"),
+        ("original", dict(num_heads=0), "num_heads=0 does not divide dim=32"),
+        ("original", dict(qk_norm=False), "qk_norm=False is not supported"),
+        (
+            "original",
+            dict(ffn_dim=40),
+            "blocks.0.ffn.net.0.proj.weight has shape [48, 32], expected [40, 32]",
+        ),
+    ],
+    ids=str,
+)
 def test_configs_that_do_not_fit(spelling, changes, message, tmp_path):
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path, original_names=spelling == "original")
     file = tmp_path / "config.json"
@@ -180,16 +230,30 @@ def test_a_missing_key_is_named(tmp_path):
 
 def test_the_folder_of_a_pipeline(tmp_path):
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path / "transformer")
-    with pytest.raises(InputError, match=rf"a pipeline of diffusers, not a model \(use {tmp_path}/transformer\)"):
+    with pytest.raises(
+        InputError, match=rf"a pipeline of diffusers, not a model \(use {tmp_path}/transformer\)"
+    ):
         load_pretrained(tmp_path)
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path / "transformer_2")
-    refused(lambda: load_pretrained(tmp_path), f"(use {tmp_path}/transformer or {tmp_path}/transformer_2)")
+    refused(
+        lambda: load_pretrained(tmp_path),
+        f"(use {tmp_path}/transformer or {tmp_path}/transformer_2)",
+    )
 
 
 def test_what_has_no_original_spelling(tmp_path):
-    with pytest.raises(InputError, match=r"model\.image_dim=20 cannot be saved as WanModel \(must be None or 1280\)"):
+    with pytest.raises(
+        InputError,
+        match=r"model\.image_dim=20 cannot be saved as WanModel \(must be None or 1280\)",
+    ):
         save_pretrained(Wan(CONFIGS["i2v"]), tmp_path, original_names=True)
-    with pytest.raises(InputError, match=r"model\.patch_size=\(1, 2, 1\) cannot be saved as WanModel"):
-        save_pretrained(Wan(dataclasses.replace(CONFIGS["i2v"], image_dim=None)), tmp_path, original_names=True)
+    with pytest.raises(
+        InputError, match=r"model\.patch_size=\(1, 2, 1\) cannot be saved as WanModel"
+    ):
+        save_pretrained(
+            Wan(dataclasses.replace(CONFIGS["i2v"], image_dim=None)),
+            tmp_path,
+            original_names=True,
+        )
     with pytest.raises(InputError, match="original_names=True is for Wan models"):
         save_pretrained(Decoder(model_config("llama3-8b-tiny")), tmp_path, original_names=True)

@@ -57,7 +57,9 @@ def test_packed_documents_equal_each_document_alone(pair):
     rows = [[9, 1, 20, 10], [25, 15]]
     tokens = random_tokens(2, 40)
     expected, document_ids, positions = packed(theirs, tokens, rows)
-    assert_same(ours(tokens, positions=positions, document_ids=document_ids), expected, ours, theirs)
+    assert_same(
+        ours(tokens, positions=positions, document_ids=document_ids), expected, ours, theirs
+    )
 
 
 def test_positions_shift_the_rotation_of_the_scaled_family(tmp_path):
@@ -66,7 +68,9 @@ def test_positions_shift_the_rotation_of_the_scaled_family(tmp_path):
     theirs.save_pretrained(tmp_path)
     tokens, positions = random_tokens(1, 24), torch.arange(24)[None] * 10
     expected = theirs(tokens, position_ids=positions).logits
-    torch.testing.assert_close(load_pretrained(tmp_path)(tokens, positions=positions), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        load_pretrained(tmp_path)(tokens, positions=positions), expected, atol=1e-4, rtol=0
+    )
 
 
 def test_llama3_scaling_covers_its_three_zones():

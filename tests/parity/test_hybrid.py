@@ -52,7 +52,9 @@ def pair(request, tmp_path):
 def assert_same_gradients(ours, theirs, path):
     """Ours are written as a checkpoint, so that transformers tells which of its parameters each belongs to."""
     tensors = ours.state_dict(keep_vars=True)
-    gradients = {name: tensor.grad if tensor.requires_grad else tensor for name, tensor in tensors.items()}
+    gradients = {
+        name: tensor.grad if tensor.requires_grad else tensor for name, tensor in tensors.items()
+    }
     save_tensors(gradients.items(), ours.config, torch.float32, path)
     found = dict(reload(path).named_parameters())
     for name, parameter in theirs.named_parameters():
@@ -92,12 +94,17 @@ def test_both_spellings_of_the_pattern(family, tmp_path):
     build(family).save_pretrained(tmp_path)
     expected = read_config(tmp_path)
     assert expected.layer_pattern == "ME*-ME"
-    for spelling in (PUBLISHED[1], PUBLISHED[0] | dict(num_hidden_layers=9)):  # letters: it is as long as it is
+    for spelling in (
+        PUBLISHED[1],
+        PUBLISHED[0] | dict(num_hidden_layers=9),
+    ):  # letters: it is as long as it is
         edit_json(tmp_path / "config.json", **spelling)
         assert read_config(tmp_path) == expected
 
 
-@pytest.mark.parametrize("more", [dict(rms_norm_eps=0.1), dict(hidden_act="silu"), dict(mamba_dt_min=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "more", [dict(rms_norm_eps=0.1), dict(hidden_act="silu"), dict(mamba_dt_min=0.5)], ids=str
+)
 def test_keys_mean_what_transformers_takes_them_for(more, tmp_path):
     """Of two spellings it reads one: other families' names say nothing there."""
     build("nemotron_h").save_pretrained(tmp_path)
@@ -113,15 +120,21 @@ def test_dt_of_published_models_is_bounded_by_its_limit(key, layers, endless, tm
     theirs, tokens = build("nemotron_h"), random_tokens(1, 40)
     theirs.save_pretrained(tmp_path)
     limit = {} if endless is None else {key: [0.0, endless]}
-    edit_json(tmp_path / "config.json", **layers | dict(time_step_min=0.6, time_step_limit=None) | limit)
-    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    edit_json(
+        tmp_path / "config.json", **layers | dict(time_step_min=0.6, time_step_limit=None) | limit
+    )
+    torch.testing.assert_close(
+        load_pretrained(tmp_path)(tokens), theirs(tokens).logits, atol=1e-4, rtol=0
+    )
 
 
 def test_weights_of_further_predictions_are_ignored(tmp_path):
     """Nemotron 3 Super comes with layers that predict more than one token."""
     ours = initial_twin("nemotron3-super-120b-a12b-tiny")
     extra = {"mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}
-    save_tensors([*ours.state_dict().items(), *extra.items()], ours.config, torch.float32, tmp_path)
+    save_tensors(
+        [*ours.state_dict().items(), *extra.items()], ours.config, torch.float32, tmp_path
+    )
     tokens = random_tokens(1, 8)
     assert torch.equal(load_pretrained(tmp_path)(tokens), ours(tokens))
 
@@ -155,7 +168,9 @@ def test_dtype_is_the_embeddings_where_config_json_has_none(name, tmp_path):
     assert load_pretrained(tmp_path).head_weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "gpt3-175b"])
+@pytest.mark.parametrize(
+    "name", ["nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "gpt3-175b"]
+)
 def test_models_of_the_zoo_can_be_saved(name, tmp_path):
     """transformers builds the tiny twin from what we write, and computes what it computes."""
     ours = initial_twin(name + "-tiny")
@@ -168,20 +183,44 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
     "family, changes, parts",
     [
         ("nemotron_h", dict(layers_block_type=["moe", "conv"]), ["layers_block_type", "'conv'"]),
-        ("nemotron_h", dict(layers_block_type=[["moe"]]), ["layers_block_type has ['moe'], which is none of"]),
+        (
+            "nemotron_h",
+            dict(layers_block_type=[["moe"]]),
+            ["layers_block_type has ['moe'], which is none of"],
+        ),
         ("nemotron_h", dict(layers_block_type=5), ["layers_block_type has 5, which is none of"]),
         ("nemotron_h", dict(layers_block_type=None), ["hybrid_override_pattern", "missing"]),
-        ("nemotron_h", dict(layers_block_type=None, hybrid_override_pattern="MXM"), ["hybrid_override_pattern='MXM'"]),
+        (
+            "nemotron_h",
+            dict(layers_block_type=None, hybrid_override_pattern="MXM"),
+            ["hybrid_override_pattern='MXM'"],
+        ),
         ("nemotron_h", dict(use_bias=True), ["use_bias"]),
         ("nemotron_h", dict(use_conv_bias=False), ["use_conv_bias"]),
         ("nemotron_h", dict(mlp_hidden_act="silu"), [": mlp_hidden_act='silu'", "relu2"]),
         ("nemotron_h", dict(layer_norm_epsilon=None), [": key layer_norm_epsilon is missing"]),
         ("nemotron_h", dict(mamba_dt_min="no"), [": mamba_dt_min='no'"]),
-        ("nemotron_h", PUBLISHED[0] | dict(time_step_limit=["no", math.inf]), [": time_step_limit='no' must be"]),
-        ("nemotron_h", PUBLISHED[0] | dict(time_step_limit=[0, 1]), [": time_step_limit=[0, 1] is not supported"]),
-        ("nemotron_h", PUBLISHED[1] | dict(mamba_dt_limit=0.1), [": mamba_dt_limit=0.1 is not supported"]),
+        (
+            "nemotron_h",
+            PUBLISHED[0] | dict(time_step_limit=["no", math.inf]),
+            [": time_step_limit='no' must be"],
+        ),
+        (
+            "nemotron_h",
+            PUBLISHED[0] | dict(time_step_limit=[0, 1]),
+            [": time_step_limit=[0, 1] is not supported"],
+        ),
+        (
+            "nemotron_h",
+            PUBLISHED[1] | dict(mamba_dt_limit=0.1),
+            [": mamba_dt_limit=0.1 is not supported"],
+        ),
         ("nemotron_h", dict(n_groups=3), [": n_groups=3", "mamba_num_heads=8"]),
-        ("nemotron_h", dict(num_experts_per_tok=9), ["num_experts_per_tok=9", "n_routed_experts=8"]),
+        (
+            "nemotron_h",
+            dict(num_experts_per_tok=9),
+            ["num_experts_per_tok=9", "n_routed_experts=8"],
+        ),
         ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
         ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
         ("gpt2", dict(activation_function="relu"), [": activation_function='relu'", "gelu_new"]),
@@ -201,9 +240,13 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
 def test_gpt2_as_openai_published_it(tmp_path):
     """Without the first part of the names, and with the causal mask as a tensor of each layer."""
     theirs, tokens = build("gpt2"), random_tokens(1, 20)
-    tensors = {name: tensor.contiguous() for name, tensor in theirs.transformer.state_dict().items()}
+    tensors = {
+        name: tensor.contiguous() for name, tensor in theirs.transformer.state_dict().items()
+    }
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
-    tensors["lm_head.weight"] = tensors["wte.weight"].clone()  # which some files have, under its own name
+    tensors["lm_head.weight"] = tensors[
+        "wte.weight"
+    ].clone()  # which some files have, under its own name
     theirs.save_pretrained(tmp_path)
     expected = load_pretrained(tmp_path)(tokens)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -257,7 +300,9 @@ def test_models_without_a_place_in_transformers(name, changes, tmp_path):
 
 def test_what_our_own_reader_would_refuse_is_not_written():
     config = model_config("nemotron3-nano-30b-a3b-tiny", layer_pattern="")
-    with pytest.raises(InputError, match="cannot be saved as NemotronHForCausalLM: .*layers_block_type"):
+    with pytest.raises(
+        InputError, match="cannot be saved as NemotronHForCausalLM: .*layers_block_type"
+    ):
         config_to_hf(config, torch.float32)
 
 
@@ -270,7 +315,9 @@ def test_a_pattern_without_experts_needs_no_keys_of_them(tmp_path):
     save_pretrained(ours, tmp_path)
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text())
-    assert ours.config.time_step_min == 0 < raw["time_step_min"]  # whose logarithm transformers takes
+    assert (
+        ours.config.time_step_min == 0 < raw["time_step_min"]
+    )  # whose logarithm transformers takes
     file.write_text(json.dumps({key: raw[key] for key in raw.keys() - NO_EXPERTS.keys()}))
     assert read_config(tmp_path).num_experts == 0
     compare_with_transformers(tmp_path)

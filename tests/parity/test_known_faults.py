@@ -27,16 +27,28 @@ DENSE = {
     "torchtitan-2318": (4, {"parallel": {"dp_replicate": 4, "dp_shard": 1}}),
     "torchtitan-2206": (4, {"parallel": {"dp_shard": 4}}),
     "torchtitan-2972": (2, {"parallel": {"pp": 2}}),
-    "torchtitan-1732": (2, {"parallel": {"pp": 2}, "batch": {"global": 16, "micro": 1, "seq_len": 16}}),
-    "torchtitan-3029": (4, {"model": LLAMA | {"name": "qwen3-32b-tiny"}, "parallel": {"tp": 2, "cp": 2}}),
+    "torchtitan-1732": (
+        2,
+        {"parallel": {"pp": 2}, "batch": {"global": 16, "micro": 1, "seq_len": 16}},
+    ),
+    "torchtitan-3029": (
+        4,
+        {"model": LLAMA | {"name": "qwen3-32b-tiny"}, "parallel": {"tp": 2, "cp": 2}},
+    ),
     "transformers-34191": (1, {"batch": {"global": 8, "micro": 1, "seq_len": 16}}),
     "Megatron-LM-673": (4, {"parallel": {"cp": 4, "dp_shard": 1}}),
     "Megatron-LM-906": (4, {"parallel": {"cp": 2, "dp_shard": 2}}),
     "Megatron-LM-1446": (2, {"parallel": {"tp": 2}}),
-    "Megatron-LM-1464": (2, {"parallel": {"cp": 2}, "batch": {"global": 4, "micro": 1, "seq_len": 32}}),
+    "Megatron-LM-1464": (
+        2,
+        {"parallel": {"cp": 2}, "batch": {"global": 4, "micro": 1, "seq_len": 32}},
+    ),
     "Megatron-LM-7186": (
         4,
-        {"parallel": {"dp_replicate": 2, "dp_shard": 2}, "batch": {"global": 16, "micro": 1, "seq_len": 16}},
+        {
+            "parallel": {"dp_replicate": 2, "dp_shard": 2},
+            "batch": {"global": 16, "micro": 1, "seq_len": 16},
+        },
     ),
     "NeMo-RL-3788": (2, {"model": LLAMA | {"name": "qwen3-32b-tiny"}, "parallel": {"tp": 2}}),
     "torchtune-2420": (4, {"parallel": {"tp": 2, "dp_shard": 2}}),
@@ -50,13 +62,24 @@ EXPERTS = {
     "Megatron-LM-5916": (4, {"model": "deepseek-v3-tiny", "parallel": {"tp": 2, "ep": 4}}),
     "Megatron-LM-6660": (
         2,
-        {"model": "mixtral-8x7b-tiny", "parallel": {"ep": 2}, "batch": {"global": 16, "micro": 1, "seq_len": 16}},
+        {
+            "model": "mixtral-8x7b-tiny",
+            "parallel": {"ep": 2},
+            "batch": {"global": 16, "micro": 1, "seq_len": 16},
+        },
     ),
     "Megatron-LM-7452": (
         2,
-        {"model": {"name": "gpt-oss-20b-tiny", "num_layers": 2}, "parallel": {"tp": 2}, "recompute": "full"},
+        {
+            "model": {"name": "gpt-oss-20b-tiny", "num_layers": 2},
+            "parallel": {"tp": 2},
+            "recompute": "full",
+        },
     ),
-    "AutoModel-3135": (4, {"model": "mixtral-8x7b-tiny", "parallel": {"ep": 2, "dp_replicate": 2}}),
+    "AutoModel-3135": (
+        4,
+        {"model": "mixtral-8x7b-tiny", "parallel": {"ep": 2, "dp_replicate": 2}},
+    ),
     "AutoModel-3359": (
         2,
         {
@@ -115,7 +138,9 @@ def train_adapters(*args):
 def test_adapters(pool, report):
     ranks, changes = ADAPTERS[report]
     with mock.patch("minitrain.training.build.initialize_adapter", random_adapter):
-        check_against_one_process(pool, ranks, TREE | changes, batch=packed_batch, run=train_adapters, tolerance=1e-5)
+        check_against_one_process(
+            pool, ranks, TREE | changes, batch=packed_batch, run=train_adapters, tolerance=1e-5
+        )
 
 
 def test_adapters_begin_alike_under_every_layout(pool):
@@ -137,7 +162,9 @@ def test_stages_that_begin_anew_keep_gradients(pool):
 
 def all_to_the_first():
     """Every token goes to the first experts: the other ranks' experts get none."""
-    return mock.patch.object(Router, "_select", lambda self, scores: torch.arange(self.top_k).expand(len(scores), -1))
+    return mock.patch.object(
+        Router, "_select", lambda self, scores: torch.arange(self.top_k).expand(len(scores), -1)
+    )
 
 
 def train_with_idle_experts(*args):

@@ -47,7 +47,10 @@ def test_gpt_oss_clamps_some_activations(tmp_path):
     theirs.save_pretrained(tmp_path)
     ours, seen = load_pretrained(tmp_path), []
     experts = ours.model.layers["1"].mlp.experts
-    gated, experts.gated = experts.gated, lambda gate, up: seen.append((gate, up)) or gated(gate, up)
+    gated, experts.gated = (
+        experts.gated,
+        lambda gate, up: seen.append((gate, up)) or gated(gate, up),
+    )
     ours(random_tokens(2, 40))
     ((gate, up),) = seen
     assert (gate > 7).any() and (up.abs() > 7).any() and (gate < 7).float().mean() > 0.5
@@ -60,28 +63,54 @@ def test_yarn_frequencies(family, tmp_path):
     config, oracle = read_config(tmp_path), theirs.model.rotary_emb
     found = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
     torch.testing.assert_close(found, oracle.inv_freq, atol=0, rtol=1e-6)
-    assert attention_factor(config.rope_scaling) == pytest.approx(oracle.attention_scaling, rel=1e-12)
+    assert attention_factor(config.rope_scaling) == pytest.approx(
+        oracle.attention_scaling, rel=1e-12
+    )
 
 
-@pytest.mark.parametrize(("dim", "theta", "changes"), [
-    (64, 10000.0, {}),
-    (64, 10000.0, {"truncate": False}),
-    (8, 10000.0, {"original_max_position_embeddings": 64}),  # all pairs turn less often than beta_fast
-    (8, 2.0, {"beta_slow": 1e-3}),  # and all of these more often than beta_slow
-    (8, 10000.0, {"beta_fast": 3.0, "beta_slow": 3.0, "truncate": False}),  # no pair is between
-    (16, 10000.0, {"original_max_position_embeddings": 6}),  # nor here, where all but the first are divided
-    (16, 500.0, {"factor": 1.0}),
-    (16, 500.0, {"factor": 0.5, "mscale": 0.7, "mscale_all_dim": 1.0}),
-    (16, 500.0, {"mscale": 0.7}),  # which counts only with the other
-    (16, 500.0, {"mscale_all_dim": 0.7}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dim", "theta", "changes"),
+    [
+        (64, 10000.0, {}),
+        (64, 10000.0, {"truncate": False}),
+        (
+            8,
+            10000.0,
+            {"original_max_position_embeddings": 64},
+        ),  # all pairs turn less often than beta_fast
+        (8, 2.0, {"beta_slow": 1e-3}),  # and all of these more often than beta_slow
+        (
+            8,
+            10000.0,
+            {"beta_fast": 3.0, "beta_slow": 3.0, "truncate": False},
+        ),  # no pair is between
+        (
+            16,
+            10000.0,
+            {"original_max_position_embeddings": 6},
+        ),  # nor here, where all but the first are divided
+        (16, 500.0, {"factor": 1.0}),
+        (16, 500.0, {"factor": 0.5, "mscale": 0.7, "mscale_all_dim": 1.0}),
+        (16, 500.0, {"mscale": 0.7}),  # which counts only with the other
+        (16, 500.0, {"mscale_all_dim": 0.7}),
+    ],
+    ids=str,
+)
 def test_corners_of_yarn(dim, theta, changes):
-    settings = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096} | changes
+    settings = {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+    } | changes
     config = LlamaConfig(
-        head_dim=dim, max_position_embeddings=1 << 17, rope_parameters=settings | {"rope_theta": theta}
+        head_dim=dim,
+        max_position_embeddings=1 << 17,
+        rope_parameters=settings | {"rope_theta": theta},
     )
     expected, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    torch.testing.assert_close(rotary_frequencies(dim, theta, settings), expected, atol=0, rtol=1e-6)
+    torch.testing.assert_close(
+        rotary_frequencies(dim, theta, settings), expected, atol=0, rtol=1e-6
+    )
     assert attention_factor(settings) == pytest.approx(magnitude, rel=1e-12)
 
 
@@ -109,12 +138,17 @@ def test_rotary_settings_that_config_json_leaves_out(family, left, tmp_path):
     raw |= left
     (tmp_path / "config.json").write_text(json.dumps(raw))
     tokens = random_tokens(1, 40)
-    torch.testing.assert_close(load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        load_pretrained(tmp_path)(tokens), reload(tmp_path)(tokens).logits, atol=1e-4, rtol=0
+    )
 
 
 def test_gpt_oss_without_yarn(tmp_path):
     """Where config.json gives no scaling, transformers takes GPT-OSS's own."""
-    theirs, tokens = build("gpt-oss", rope_parameters=dict(rope_type="default", rope_theta=100.0)), random_tokens(1, 40)
+    theirs, tokens = (
+        build("gpt-oss", rope_parameters=dict(rope_type="default", rope_theta=100.0)),
+        random_tokens(1, 40),
+    )
     theirs.save_pretrained(tmp_path / "theirs")
     save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours")
     with torch.no_grad():
@@ -124,8 +158,13 @@ def test_gpt_oss_without_yarn(tmp_path):
 @pytest.mark.parametrize("family", MOE_CONFIGS)
 def test_same_tensor_names_as_transformers_writes(family, tmp_path):
     build(family).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    save_pretrained(load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=20_000)
-    names = [json.loads((tmp_path / who / "model.safetensors.index.json").read_text()) for who in ("ours", "theirs")]
+    save_pretrained(
+        load_pretrained(tmp_path / "theirs"), tmp_path / "ours", max_shard_bytes=20_000
+    )
+    names = [
+        json.loads((tmp_path / who / "model.safetensors.index.json").read_text())
+        for who in ("ours", "theirs")
+    ]
     ours, theirs = (set(index["weight_map"]) for index in names)
     assert ours == theirs
 
@@ -138,7 +177,10 @@ def test_selection_bias_stays_in_fp32(tmp_path):
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert torch.equal(model.model.layers["1"].mlp.gate.e_score_correction_bias, bias)
     save_pretrained(model, tmp_path / "bf16")
-    assert torch.equal(load_pretrained(tmp_path / "bf16").model.layers["1"].mlp.gate.e_score_correction_bias, bias)
+    assert torch.equal(
+        load_pretrained(tmp_path / "bf16").model.layers["1"].mlp.gate.e_score_correction_bias,
+        bias,
+    )
     cast = load_pretrained(tmp_path / "fp32").to(torch.bfloat16)
     assert torch.equal(cast.model.layers["1"].mlp.gate.e_score_correction_bias, bias)
 
@@ -151,13 +193,21 @@ def test_auxiliary_loss_has_the_gradient_of_transformers(padded):
     """Theirs has f sum to top_k, ours to 1; both over all tokens of one layer but padding."""
     torch.manual_seed(0)
     shape = DecoderConfig(
-        hidden_size=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, router_aux_loss_coef=0.3
+        hidden_size=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        router_aux_loss_coef=0.3,
     )
     router, x = Router(shape), torch.randn(2, 20, 16)
     torch.nn.init.normal_(router.weight)
-    document_ids = torch.where(torch.arange(20) < torch.tensor([[20], [7]]), 0, -1) if padded else None
+    document_ids = (
+        torch.where(torch.arange(20) < torch.tensor([[20], [7]]), 0, -1) if padded else None
+    )
     _, weights = router(x, document_ids)
-    (found,) = torch.autograd.grad(weights.sum() * 0, router.weight)  # what is left is the attached loss
+    (found,) = torch.autograd.grad(
+        weights.sum() * 0, router.weight
+    )  # what is left is the attached loss
     seen = None if document_ids is None else document_ids >= 0
     loss = 0.3 * load_balancing_loss_func((x.flatten(0, 1) @ router.weight.T,), 6, 2, seen) / 2
     (expected,) = torch.autograd.grad(loss, router.weight)

@@ -11,15 +11,33 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from minitrain import InputError, load_adapter, load_pretrained, merge, merge_adapters, save_pretrained
-from minitrain.formats.peft import adapter_shapes, read_adapter_config, save_adapter, unreadable_note
+from minitrain import (
+    InputError,
+    load_adapter,
+    load_pretrained,
+    merge,
+    merge_adapters,
+    save_pretrained,
+)
+from minitrain.formats.peft import (
+    adapter_shapes,
+    read_adapter_config,
+    save_adapter,
+    unreadable_note,
+)
 from minitrain.formats.wan_names import adapter_place
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.run.tasks.rows_task import train
 from minitrain.settings import TARGETS, Lora
-from tests.helpers.hf_models import build, compare_and_differentiate, edit_json, random_tokens, reload
+from tests.helpers.hf_models import (
+    build,
+    compare_and_differentiate,
+    edit_json,
+    random_tokens,
+    reload,
+)
 from tests.parity import test_wan
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -33,7 +51,10 @@ CASES = {  # family: Linears, parameters
     "qwen3-moe": (["o_proj"], ["mlp.experts.down_proj"]),
     "deepseek-v3": (["kv_a_proj_with_mqa", "q_b_proj"], ["experts.gate_up_proj"]),
     "nemotron_h": (r".*\.(q_proj|in_proj)", ["experts.up_proj", "experts.down_proj"]),
-    "nemotron_h-latent": (["q_proj", "in_proj", "fc1_latent_proj"], ["experts.up_proj", "experts.down_proj"]),
+    "nemotron_h-latent": (
+        ["q_proj", "in_proj", "fc1_latent_proj"],
+        ["experts.up_proj", "experts.down_proj"],
+    ),
 }
 
 
@@ -51,8 +72,14 @@ def pair(request, tmp_path):
     modules, parameters = CASES[request.param]
     base = build(request.param)
     base.save_pretrained(tmp_path / "base")
-    settings = dict(target_modules=modules, target_parameters=parameters, use_rslora=request.param == "qwen2.5")
-    rank = 3 if request.param == "mixtral" else 8  # grouped products by themselves take multiples of 8
+    settings = dict(
+        target_modules=modules,
+        target_parameters=parameters,
+        use_rslora=request.param == "qwen2.5",
+    )
+    rank = (
+        3 if request.param == "mixtral" else 8
+    )  # grouped products by themselves take multiples of 8
     theirs = get_peft_model(base, LoraConfig(r=rank, lora_alpha=12, **settings)).eval()
     randomize(p for p in theirs.parameters() if p.requires_grad)
     theirs.save_pretrained(tmp_path / "adapter")
@@ -73,12 +100,18 @@ def compare_gradients(ours, theirs, source, tolerance):
     gradients = ((name, p.grad) for name, p in ours.named_parameters() if is_adapter(name))
     save_ours(ours, gradients, source / "gradients", source)
     found = load_file(source / "gradients" / "adapter_model.safetensors")
-    expected = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    expected = {
+        name.replace(".default", ""): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         largest = expected[name].abs().max().item()
         assert largest > 0
-        torch.testing.assert_close(gradient, expected[name], atol=tolerance * largest, rtol=10 * tolerance)
+        torch.testing.assert_close(
+            gradient, expected[name], atol=tolerance * largest, rtol=10 * tolerance
+        )
 
 
 def test_logits_gradients_and_files(pair, tmp_path):
@@ -105,7 +138,9 @@ def test_experts_of_another_rank(family, tmp_path):
     base = build(family)
     base.save_pretrained(tmp_path / "base")
     asked = ["w1", "w2", "w3"] if family == "mixtral" else ["gate_proj", "up_proj", "down_proj"]
-    theirs = get_peft_model(base, LoraConfig(r=3, lora_alpha=6, target_modules=["o_proj", *asked])).eval()
+    theirs = get_peft_model(
+        base, LoraConfig(r=3, lora_alpha=6, target_modules=["o_proj", *asked])
+    ).eval()
     assert theirs.peft_config["default"].rank_pattern
     randomize(p for p in theirs.parameters() if p.requires_grad)
     theirs.save_pretrained(tmp_path / "adapter")
@@ -140,16 +175,24 @@ def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
     compare_gradients(ours, theirs, tmp_path / "theirs", 1e-4)
     adapted = ours(**given)
     test_wan.pair("i2v")[0].save_pretrained(tmp_path / "base")
-    words = {"--model": tmp_path / "base", "--adapter": tmp_path / "theirs", "--out": tmp_path / "merged"}
+    words = {
+        "--model": tmp_path / "base",
+        "--adapter": tmp_path / "theirs",
+        "--out": tmp_path / "merged",
+    }
     merge.main([str(word) for pair in words.items() for word in pair])
-    torch.testing.assert_close(load_pretrained(tmp_path / "merged")(**given), adapted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        load_pretrained(tmp_path / "merged")(**given), adapted, atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", ["t2v", "i2v"])
 def test_wan_adapters_are_loaded_by_pipelines_of_diffusers(kind, tmp_path):
     """By `load_lora_weights`, from the folder, at full strength: alpha is twice the rank."""
     theirs, ours = test_wan.pair(kind)
-    lora = Lora(rank=4, alpha=8, targets=[*TARGETS, *["add_k_proj", "add_v_proj"] * (kind == "i2v")])
+    lora = Lora(
+        rank=4, alpha=8, targets=[*TARGETS, *["add_k_proj", "add_v_proj"] * (kind == "i2v")]
+    )
     add_adapters(ours, lora)
     adapters = {name: p for name, p in ours.named_parameters() if is_adapter(name)}
     randomize(adapters.values())
@@ -157,23 +200,34 @@ def test_wan_adapters_are_loaded_by_pipelines_of_diffusers(kind, tmp_path):
     pipeline = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs)
     pipeline.load_lora_weights(tmp_path)
     given = test_wan.inputs(test_wan.CONFIGS[kind])
-    torch.testing.assert_close(ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0
+    )
 
 
 ORIGINAL = {  # as Wan's own code calls the Linears of a block
-    "attn1.to_q": "self_attn.q", "attn1.to_k": "self_attn.k", "attn1.to_v": "self_attn.v",
-    "attn1.to_out.0": "self_attn.o", "attn2.to_out.0": "cross_attn.o",
-    "attn2.to_q": "cross_attn.q", "attn2.to_k": "cross_attn.k", "attn2.to_v": "cross_attn.v",
-    "attn2.add_k_proj": "cross_attn.k_img", "attn2.add_v_proj": "cross_attn.v_img",
-    "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2",
-}  # fmt: skip
+    "attn1.to_q": "self_attn.q",
+    "attn1.to_k": "self_attn.k",
+    "attn1.to_v": "self_attn.v",
+    "attn1.to_out.0": "self_attn.o",
+    "attn2.to_out.0": "cross_attn.o",
+    "attn2.to_q": "cross_attn.q",
+    "attn2.to_k": "cross_attn.k",
+    "attn2.to_v": "cross_attn.v",
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
 
 
 def spelt_elsewhere(tensors: dict, spelling: str, alpha: float | None) -> dict:
     """Adapters of Wan in PEFT's names -> in those of others' files, with an alpha beside each if it is given."""
     renamed = {}
     for name, tensor in tensors.items():
-        _, block, linear, letter = re.fullmatch(r"(.*\.)?blocks\.(\d)\.(.*)\.lora_([AB])\.weight", name).groups()
+        _, block, linear, letter = re.fullmatch(
+            r"(.*\.)?blocks\.(\d)\.(.*)\.lora_([AB])\.weight", name
+        ).groups()
         module = {
             "diffusers": f"transformer.blocks.{block}.{linear}",
             "comfyui": f"diffusion_model.blocks.{block}.{ORIGINAL[linear]}",
@@ -186,7 +240,9 @@ def spelt_elsewhere(tensors: dict, spelling: str, alpha: float | None) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["t2v", "i2v"])
-@pytest.mark.parametrize("spelling, alpha", [("diffusers", None), ("comfyui", None), ("comfyui", 6.0), ("kohya", 6.0)])
+@pytest.mark.parametrize(
+    "spelling, alpha", [("diffusers", None), ("comfyui", None), ("comfyui", 6.0), ("kohya", 6.0)]
+)
 def test_wan_adapters_of_other_programs_are_read_as_by_diffusers(spelling, alpha, kind, tmp_path):
     """One file without adapter_config.json: what `load_lora_weights` makes of it, with a scale of alpha / rank or 1."""
     theirs, ours = test_wan.pair(kind)
@@ -195,7 +251,9 @@ def test_wan_adapters_of_other_programs_are_read_as_by_diffusers(spelling, alpha
     adapters = {name: torch.empty(shape) for name, shape in shapes.items()}
     randomize(adapters.values())
     save_adapter(adapters.items(), ours.config, lora, tmp_path / "peft")
-    tensors = spelt_elsewhere(load_file(tmp_path / "peft" / "adapter_model.safetensors"), spelling, alpha)
+    tensors = spelt_elsewhere(
+        load_file(tmp_path / "peft" / "adapter_model.safetensors"), spelling, alpha
+    )
     file = tmp_path / "pytorch_lora_weights.safetensors"
     save_file(tensors, file)
     pipeline = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs)
@@ -220,19 +278,35 @@ def test_settings_of_wan_adapters_that_are_told_are_heeded(told, tmp_path):
     adapted.save_pretrained(tmp_path / "peft")
     tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     if told == "by diffusers":
-        layers = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+        layers = {
+            name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()
+        }
         settings = adapted.peft_config["default"].to_dict()
-        WanPipeline.save_lora_weights(tmp_path, layers, transformer_lora_adapter_metadata=settings)
+        WanPipeline.save_lora_weights(
+            tmp_path, layers, transformer_lora_adapter_metadata=settings
+        )
     elif told == "by finetrainers":
         header = {"lora_config": json.dumps({"r": 4, "lora_alpha": 6, "target_modules": targets})}
-        save_file(spelt_elsewhere(tensors, "diffusers", None), tmp_path / "pytorch_lora_weights.safetensors", header)
+        save_file(
+            spelt_elsewhere(tensors, "diffusers", None),
+            tmp_path / "pytorch_lora_weights.safetensors",
+            header,
+        )
     else:
-        shutil.copyfile(tmp_path / "peft" / "adapter_config.json", tmp_path / "adapter_config.json")
+        shutil.copyfile(
+            tmp_path / "peft" / "adapter_config.json", tmp_path / "adapter_config.json"
+        )
         edit_json(tmp_path / "adapter_config.json", target_modules=["blocks.0.self_attn.q"])
-        save_file(spelt_elsewhere(tensors, "comfyui", None), tmp_path / "adapter_model.safetensors")
-    load_adapter(ours, tmp_path if told != "by diffusion-pipe" else tmp_path / "adapter_model.safetensors")
+        save_file(
+            spelt_elsewhere(tensors, "comfyui", None), tmp_path / "adapter_model.safetensors"
+        )
+    load_adapter(
+        ours, tmp_path if told != "by diffusion-pipe" else tmp_path / "adapter_model.safetensors"
+    )
     given = test_wan.inputs(test_wan.CONFIGS["t2v"])
-    torch.testing.assert_close(ours(**given), test_wan.run_diffusers(adapted, **given), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        ours(**given), test_wan.run_diffusers(adapted, **given), atol=1e-4, rtol=0
+    )
 
 
 def test_ranks_of_wan_adapters_may_differ(tmp_path):
@@ -246,16 +320,24 @@ def test_ranks_of_wan_adapters_may_differ(tmp_path):
         tensors[f"{name}.lora_A.weight"] = torch.randn(rank, into, generator=random)
         tensors[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=random)
     save_file(tensors, tmp_path / "any name.safetensors")
-    WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs).load_lora_weights(tensors)
+    WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs).load_lora_weights(
+        tensors
+    )
     load_adapter(ours, tmp_path / "any name.safetensors")
     given = test_wan.inputs(test_wan.CONFIGS["t2v"])
-    torch.testing.assert_close(ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0
+    )
 
 
-@pytest.mark.parametrize("name", [
-    "blocks.3.self_attn.o.lora_A.default.weight", "pipe.dit.blocks.3.self_attn.o.lora_A.default.weight",
-    "lora_unet__blocks_3_self_attn_o.lora_down.weight",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blocks.3.self_attn.o.lora_A.default.weight",
+        "pipe.dit.blocks.3.self_attn.o.lora_A.default.weight",
+        "lora_unet__blocks_3_self_attn_o.lora_down.weight",
+    ],
+)
 def test_further_names_of_wan_adapters(name):
     """Of DiffSynth-Studio and VideoX-Fun, which diffusers does not read."""
     assert adapter_place(name) == ("blocks.3.attn1.to_out.0", "A")
@@ -282,17 +364,39 @@ def test_wan_adapters_of_other_programs_that_cannot_be_loaded(tmp_path):
         "head.head.lora_down.weight",
         "blocks.0.q.alpha",
     ):
-        refused(f"tensor diffusion_model.{name} has no place", {f"diffusion_model.{name}": torch.ones(1)})
-    refused("tensor base_model.model.blocks.0.attn1.to_q.lora_B.weight .*is missing", {second: None})
-    larger = {f"diffusion_model.blocks.{i}.ffn.0.lora_A.weight": torch.ones(4, width) for i in range(9)}
+        refused(
+            f"tensor diffusion_model.{name} has no place",
+            {f"diffusion_model.{name}": torch.ones(1)},
+        )
+    refused(
+        "tensor base_model.model.blocks.0.attn1.to_q.lora_B.weight .*is missing", {second: None}
+    )
+    larger = {
+        f"diffusion_model.blocks.{i}.ffn.0.lora_A.weight": torch.ones(4, width) for i in range(9)
+    }
     named = ", ".join(f"blocks.{i}.ffn.net.0.proj" for i in range(2, 6))
     refused(f"one.safetensors: lora.targets: the model has no {named} and 3 more .it has", larger)
-    refused("without an adapter_config.json it must be a LoRA of Wan, named as by", {first: None, second: None})
-    refused(r"blocks.0.self_attn.q.alpha has shape \[2\]", {first.replace("lora_down.weight", "alpha"): torch.ones(2)})
-    refused("lora_alpha=nan must be a number", {first.replace("lora_down.weight", "alpha"): torch.tensor(torch.nan)})
-    refused("only plain LoRA is supported, not use_dora", {}, {
-        "lora_adapter_metadata": json.dumps({"transformer.use_dora": True, "transformer.peft_type": "LORA"})
-    })  # fmt: skip
+    refused(
+        "without an adapter_config.json it must be a LoRA of Wan, named as by",
+        {first: None, second: None},
+    )
+    refused(
+        r"blocks.0.self_attn.q.alpha has shape \[2\]",
+        {first.replace("lora_down.weight", "alpha"): torch.ones(2)},
+    )
+    refused(
+        "lora_alpha=nan must be a number",
+        {first.replace("lora_down.weight", "alpha"): torch.tensor(torch.nan)},
+    )
+    refused(
+        "only plain LoRA is supported, not use_dora",
+        {},
+        {
+            "lora_adapter_metadata": json.dumps(
+                {"transformer.use_dora": True, "transformer.peft_type": "LORA"}
+            )
+        },
+    )
     for text in ("{", "[1]"):
         refused("the settings in its header are no JSON object", {}, {"lora_config": text})
 
@@ -318,18 +422,25 @@ def test_a_model_has_no_place_beside_adapters(tmp_path):
     save_adapter(adapters.items(), model.config, Lora(rank=4), adapter)
     merge_adapters(model)
     save_pretrained(model, tmp_path / "merged")
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(random_tokens(1, 12)).logits
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(
+        random_tokens(1, 12)
+    ).logits
     shutil.copytree(adapter, tmp_path / "merged", dirs_exist_ok=True)
     twice = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(random_tokens(1, 12)).logits
     assert (twice - expected).abs().max() > 0.1 * expected.abs().max()
 
-    before, complaint = sorted(adapter.iterdir()), "adapter holds adapter_config.json: transformers would add"
+    before, complaint = (
+        sorted(adapter.iterdir()),
+        "adapter holds adapter_config.json: transformers would add",
+    )
     with pytest.raises(InputError, match=complaint):
         save_pretrained(model, adapter)
     with pytest.raises(InputError, match=complaint):  # before a step is done
         train(from_dict({"model": str(base), "out_dir": str(adapter), "batch": {"seq_len": 8}}))
     with pytest.raises(InputError, match="merged holds adapter_config.json"):
-        merge.main(["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "merged")])
+        merge.main(
+            ["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "merged")]
+        )
     assert sorted(adapter.iterdir()) == before
 
 
@@ -348,19 +459,35 @@ def test_targets_that_a_model_has_not_are_not_written(tmp_path):
     theirs = PeftModel.from_pretrained(reload(tmp_path / "base"), tmp_path / "adapter").eval()
     with torch.no_grad():
         tokens = random_tokens(2, 24)
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)  # no dropout without grad
+        torch.testing.assert_close(
+            ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0
+        )  # no dropout without grad
 
 
 def test_targets_inside_nemotron_h_mean_the_same_in_files(tmp_path):
     """Every part of it is a `mixer` there; `up_proj` alone would be the shared expert's too."""
     config = model_config("nemotron3-nano-30b-a3b-tiny", layer_pattern="ME*-")
-    targets = ["mlp.up_proj", "2.self_attn.q_proj", "self_attn.o_proj", "mamba.in_proj", "mamba.out_proj"]
+    targets = [
+        "mlp.up_proj",
+        "2.self_attn.q_proj",
+        "self_attn.o_proj",
+        "mamba.in_proj",
+        "mamba.out_proj",
+    ]
     targets.append("1.mlp.experts.down_proj")
     lora = Lora(rank=8, dropout=0.1, targets=targets)
     shapes = adapter_shapes(config, lora)
-    save_adapter(((name, torch.ones(shape)) for name, shape in shapes.items()), config, lora, tmp_path)
+    save_adapter(
+        ((name, torch.ones(shape)) for name, shape in shapes.items()), config, lora, tmp_path
+    )
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
-    linears = ["mixer.up_proj", "2.mixer.q_proj", "mixer.o_proj", "mixer.in_proj", "mixer.out_proj"]
+    linears = [
+        "mixer.up_proj",
+        "2.mixer.q_proj",
+        "mixer.o_proj",
+        "mixer.in_proj",
+        "mixer.out_proj",
+    ]
     assert settings["target_modules"] == linears
     assert settings["target_parameters"] == ["1.mixer.experts.down_proj"]
     assert settings["lora_dropout"] == 0  # with any other number PEFT refuses experts
@@ -372,7 +499,9 @@ def test_what_cannot_be_loaded(tmp_path):
     model = load_pretrained(tmp_path / "base")
     lora = Lora(rank=4, targets=["q_proj"])
     shapes = adapter_shapes(model.config, lora)
-    save_adapter(((n, torch.ones(s)) for n, s in shapes.items()), model.config, lora, tmp_path / "good")
+    save_adapter(
+        ((n, torch.ones(s)) for n, s in shapes.items()), model.config, lora, tmp_path / "good"
+    )
     config = json.loads((tmp_path / "good" / "adapter_config.json").read_text())
     tensors = load_file(tmp_path / "good" / "adapter_model.safetensors")
     name = next(iter(tensors))
@@ -390,7 +519,10 @@ def test_what_cannot_be_loaded(tmp_path):
         refused(f"only plain LoRA is supported, not {variant}", {variant: True})
     refused("only plain LoRA is supported, not bias", {"bias": "all"})
     for start in ("pissa", "loftq"):
-        refused(f"only plain LoRA is supported, not init_lora_weights={start}", {"init_lora_weights": start})
+        refused(
+            f"only plain LoRA is supported, not init_lora_weights={start}",
+            {"init_lora_weights": start},
+        )
     refused("only plain LoRA is supported, not IA3", {"peft_type": "IA3"})
     for rank in (None, 0, True):
         refused(f"r={rank} must be a whole number from 1 to 65,536", {"r": rank})
@@ -401,31 +533,51 @@ def test_what_cannot_be_loaded(tmp_path):
         refused("a rank_pattern that changes the scale of updates", {pattern: {"q_proj": 3}})
     refused(r"r='3' must be a whole number", {"rank_pattern": {"q_proj": "3"}})
     refused("lora_alpha=None must be a number", {"alpha_pattern": {"q_proj": None}})
-    refused(r"has shape \[4, 48\], expected \[6, 48\]", {"r": 3, "rank_pattern": {"q": 6}, "alpha_pattern": {"q": 64}})
+    refused(
+        r"has shape \[4, 48\], expected \[6, 48\]",
+        {"r": 3, "rank_pattern": {"q": 6}, "alpha_pattern": {"q": 64}},
+    )
     unused = {"rank_pattern": {"k_proj": 65536}, "alpha_pattern": {"k_proj": 8 * 65536}}
     refused("no adapter has the largest rank, 65536", unused)
     refused("target_modules must be a list of names", {"target_modules": [1]})
     refused("the model has no to_q", {"target_modules": ["to_q"]})
-    refused("the model has no target", {"target_modules": ".*q_proj"}, weights={"more": torch.ones(1)})
-    refused(r"tensor .*k_proj.lora_A.weight of shape \[4, 48\] is missing", {"target_modules": ["q_proj", "k_proj"]})
+    refused(
+        "the model has no target", {"target_modules": ".*q_proj"}, weights={"more": torch.ones(1)}
+    )
+    refused(
+        r"tensor .*k_proj.lora_A.weight of shape \[4, 48\] is missing",
+        {"target_modules": ["q_proj", "k_proj"]},
+    )
     refused(r"has shape \[4, 48\], expected \[8, 48\]", {"r": 8})
     refused("tensor more has no place", weights=tensors | {"more": torch.ones(1)})
-    refused(f"tensor {name} .*is missing", weights={key: x for key, x in tensors.items() if key != name})
+    refused(
+        f"tensor {name} .*is missing",
+        weights={key: x for key, x in tensors.items() if key != name},
+    )
     with pytest.raises(InputError, match="adapter_config.json"):
         load_adapter(model, tmp_path / "base")
-    (tmp_path / "good" / "adapter_model.safetensors").rename(tmp_path / "good" / "adapter_model.bin")
-    with pytest.raises(InputError, match="good/adapter_model.bin is not read .save the adapters again with PEFT's"):
+    (tmp_path / "good" / "adapter_model.safetensors").rename(
+        tmp_path / "good" / "adapter_model.bin"
+    )
+    with pytest.raises(
+        InputError,
+        match="good/adapter_model.bin is not read .save the adapters again with PEFT's",
+    ):
         load_adapter(model, tmp_path / "good")
 
 
-@pytest.mark.parametrize("name, targets, said", [
-    ("deepseek-v3-tiny", list(TARGETS), "this model's down_proj, gate_proj, up_proj, but"),
-    ("deepseek-v3-tiny", ["q_a_proj", "experts.down_proj"], None),
-    ("kimi-k2-tiny", ["mlp.gate_proj"], "this model's gate_proj, but"),
-    ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "out_proj"], "this model's out_proj, but"),
-    ("qwen3-30b-a3b-tiny", list(TARGETS), None),
-    ("llama3-8b-tiny", list(TARGETS), None),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "name, targets, said",
+    [
+        ("deepseek-v3-tiny", list(TARGETS), "this model's down_proj, gate_proj, up_proj, but"),
+        ("deepseek-v3-tiny", ["q_a_proj", "experts.down_proj"], None),
+        ("kimi-k2-tiny", ["mlp.gate_proj"], "this model's gate_proj, but"),
+        ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "out_proj"], "this model's out_proj, but"),
+        ("qwen3-30b-a3b-tiny", list(TARGETS), None),
+        ("llama3-8b-tiny", list(TARGETS), None),
+    ],
+    ids=str,
+)
 def test_a_run_says_which_adapters_peft_cannot_read(name, targets, said):
     notes = unreadable_note(model_config(name), Lora(rank=2, targets=targets))
     assert [said in note for note in notes] == [True] * bool(said)

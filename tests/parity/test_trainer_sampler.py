@@ -18,9 +18,18 @@ PROMPTS = [list(range(5, 35)), list(range(7, 40)), [3], [*range(5, 35), 99]]
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3-8b-tiny", "llama3.1-8b-tiny", "qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny"]
+    "name",
+    [
+        "llama3-8b-tiny",
+        "llama3.1-8b-tiny",
+        "qwen2.5-7b-tiny",
+        "qwen3-32b-tiny",
+        "nemotron4-15b-tiny",
+    ],
 )
-@pytest.mark.parametrize("limits", [{}, {"page_size": 4, "pages": 24, "slots": 3}], ids=["plain", "preempted"])
+@pytest.mark.parametrize(
+    "limits", [{}, {"page_size": 4, "pages": 24, "slots": 3}], ids=["plain", "preempted"]
+)
 def test_log_probabilities_are_equal_to_the_bit(name, limits):
     torch.manual_seed(0)
     model = Decoder(model_config(name)).double()

@@ -15,10 +15,21 @@ from minitrain.models.zoo import model_config
 from tests.distributed.test_wan_layouts import assert_same_gradients, relative
 
 TINY = dict(
-    num_attention_heads=2, attention_head_dim=16, ffn_dim=48, num_layers=2, in_channels=4, out_channels=4, text_dim=24,
-    freq_dim=32, eps=1e-3, patch_size=(1, 2, 2),
-)  # fmt: skip
-CONFIGS = {"t2v": WanConfig(**TINY), "i2v": WanConfig(**TINY | dict(in_channels=9, image_dim=20, patch_size=(1, 2, 1)))}
+    num_attention_heads=2,
+    attention_head_dim=16,
+    ffn_dim=48,
+    num_layers=2,
+    in_channels=4,
+    out_channels=4,
+    text_dim=24,
+    freq_dim=32,
+    eps=1e-3,
+    patch_size=(1, 2, 2),
+)
+CONFIGS = {
+    "t2v": WanConfig(**TINY),
+    "i2v": WanConfig(**TINY | dict(in_channels=9, image_dim=20, patch_size=(1, 2, 1))),
+}
 PARAMETERS = {  # counted in the published checkpoints
     "wan2.1-14b": 14_288_491_584,
     "wan2.1-1.3b": 1_418_996_800,
@@ -27,7 +38,9 @@ PARAMETERS = {  # counted in the published checkpoints
 
 def diffusers_twin(config: WanConfig, seed: int = 0) -> WanTransformer3DModel:
     """diffusers' model of the same shape, every parameter random, norms and biases too, so that swaps show."""
-    image = dict(image_dim=config.image_dim, added_kv_proj_dim=config.dim) if config.image_dim else {}
+    image = (
+        dict(image_dim=config.image_dim, added_kv_proj_dim=config.dim) if config.image_dim else {}
+    )
     fields = {key: getattr(config, key) for key in TINY}
     generator = torch.manual_seed(seed)
     model = WanTransformer3DModel(**fields, **image)
@@ -44,7 +57,9 @@ def pair(kind: str) -> tuple[WanTransformer3DModel, Wan]:
     return theirs, ours
 
 
-def inputs(config: WanConfig, batch: int = 2, grid=(3, 6, 10), seed: int = 1) -> dict[str, torch.Tensor]:
+def inputs(
+    config: WanConfig, batch: int = 2, grid=(3, 6, 10), seed: int = 1
+) -> dict[str, torch.Tensor]:
     """diffusers tells image from text tokens by counting 512 of the latter, in image-to-video models."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
@@ -84,7 +99,9 @@ def test_output_and_gradients_equal_diffusers(kind):
 def test_timesteps_of_other_types(dtype):
     theirs, ours = pair("t2v")
     given = inputs(CONFIGS["t2v"]) | {"timestep": torch.tensor([998, 20], dtype=dtype)}
-    torch.testing.assert_close(ours(**given), run_diffusers(theirs, **given), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        ours(**given), run_diffusers(theirs, **given), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("head_dim", [4, 128])
@@ -92,7 +109,9 @@ def test_rotations_equal_diffusers(head_dim):
     """As far out as in published videos, where angles in fp32 would be off by 1e-5."""
     cos, sin = WanRotaryPosEmbed(head_dim, (1, 2, 2), 1024)(torch.empty(1, 16, 21, 6, 160))
     signed = torch.stack([-sin[..., ::2], sin[..., 1::2]], -1).flatten(-2)
-    torch.testing.assert_close(rotary_tables_3d((21, 3, 80), head_dim, "cpu"), (cos, signed), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        rotary_tables_3d((21, 3, 80), head_dim, "cpu"), (cos, signed), atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -104,7 +123,9 @@ def test_parameters_as_published(name):
 
 def test_image_to_video_parameters_as_published():
     with torch.device("meta"):
-        model = Wan(dataclasses.replace(model_config("wan2.1-14b"), in_channels=36, image_dim=1280))
+        model = Wan(
+            dataclasses.replace(model_config("wan2.1-14b"), in_channels=36, image_dim=1280)
+        )
     assert sum(parameter.numel() for parameter in model.parameters()) == 16_394_878_784
 
 
@@ -118,14 +139,18 @@ def test_tiny_twins(name):
 
 def test_initial_weights():
     """Zero velocity at first; the rest with the spread that the original gives it."""
-    config = WanConfig(num_attention_heads=8, attention_head_dim=32, ffn_dim=512, num_layers=1, text_dim=64)
+    config = WanConfig(
+        num_attention_heads=8, attention_head_dim=32, ffn_dim=512, num_layers=1, text_dim=64
+    )
     model = Wan(config)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         parameter.data.fill_(torch.nan)
         model.initialize_parameter(name, parameter.data, generator)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    assert (model(torch.randn(1, 16, 1, 4, 4), torch.tensor([500.0]), torch.randn(1, 3, 64)) == 0).all()
+    assert (
+        model(torch.randn(1, 16, 1, 4, 4), torch.tensor([500.0]), torch.randn(1, 3, 64)) == 0
+    ).all()
     block, embedder = model.blocks[0], model.condition_embedder
     spreads = {
         block.attn1.to_q.weight: (2 / (256 + 256)) ** 0.5,
@@ -138,16 +163,28 @@ def test_initial_weights():
     }
     for parameter, expected in spreads.items():
         assert parameter.std().item() == pytest.approx(expected, rel=0.05)
-    model.config, weight = dataclasses.replace(config, embedder_std=0.1), embedder.text_embedder.linear_1.weight
-    model.initialize_parameter("condition_embedder.text_embedder.linear_1.weight", weight, generator)
+    model.config, weight = (
+        dataclasses.replace(config, embedder_std=0.1),
+        embedder.text_embedder.linear_1.weight,
+    )
+    model.initialize_parameter(
+        "condition_embedder.text_embedder.linear_1.weight", weight, generator
+    )
     assert weight.std().item() == pytest.approx(0.1, rel=0.05)
-    assert (block.norm2.weight == 1).all() and (block.attn2.norm_k.weight == 1).all() and (block.norm2.bias == 0).all()
+    assert (
+        (block.norm2.weight == 1).all()
+        and (block.attn2.norm_k.weight == 1).all()
+        and (block.norm2.bias == 0).all()
+    )
 
 
 def test_mistakes():
     t2v, i2v = (Wan(config) for config in CONFIGS.values())
     given = inputs(CONFIGS["t2v"])
-    with pytest.raises(InputError, match=r"\[3, 5, 10\] frames, rows, columns do not divide into patches \(1, 2, 2\)"):
+    with pytest.raises(
+        InputError,
+        match=r"\[3, 5, 10\] frames, rows, columns do not divide into patches \(1, 2, 2\)",
+    ):
         t2v(**given | dict(latents=given["latents"][..., :5, :]))
     with pytest.raises(InputError, match="takes no image"):
         t2v(**given, image=torch.zeros(2, 5, 20))
@@ -155,18 +192,21 @@ def test_mistakes():
         i2v(**inputs(CONFIGS["i2v"]) | dict(image=None))
 
 
-@pytest.mark.parametrize("field, value, message", [
-    ("attention_head_dim", 15, "=15 must be even"),
-    ("freq_dim", 33, "=33 must be even"),
-    ("num_layers", 0, "=0 must be at least 1"),
-    ("num_attention_heads", 1 << 16, "model.dim=8388608 must be at most"),
-    ("patch_size", (2, 2), "=[2, 2] must be three numbers"),
-    ("patch_size", (0, 2, 2), "=[0, 2, 2] must be three numbers"),
-    ("patch_size", (1, 2, 257), "=[1, 2, 257] must be three numbers"),
-    ("image_dim", 0, "=0 must be at least 1"),
-    ("eps", -1e-6, "=-1e-06 must be at least 0"),
-    ("embedder_std", -1, "=-1 must be at least 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("attention_head_dim", 15, "=15 must be even"),
+        ("freq_dim", 33, "=33 must be even"),
+        ("num_layers", 0, "=0 must be at least 1"),
+        ("num_attention_heads", 1 << 16, "model.dim=8388608 must be at most"),
+        ("patch_size", (2, 2), "=[2, 2] must be three numbers"),
+        ("patch_size", (0, 2, 2), "=[0, 2, 2] must be three numbers"),
+        ("patch_size", (1, 2, 257), "=[1, 2, 257] must be three numbers"),
+        ("image_dim", 0, "=0 must be at least 1"),
+        ("eps", -1e-6, "=-1e-06 must be at least 0"),
+        ("embedder_std", -1, "=-1 must be at least 0"),
+    ],
+)
 def test_sizes_that_no_model_can_have(field, value, message):
     with pytest.raises(InputError) as error:
         WanConfig(**{field: value})

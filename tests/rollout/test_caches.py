@@ -18,16 +18,25 @@ def attention_by_lists(q, k, v, block_mask, return_aux, kernel_options):
     scores = torch.einsum("rhqd,hkd->rhqk", q, k[0]) / q.shape[3] ** 0.5
     for row in range(len(q)):
         listed = block_mask.kv_indices[row, 0, 0, : block_mask.kv_num_blocks[row, 0, 0]]
-        allowed = torch.isin(key // PAGE, listed) & block_mask.mask_mod(row, 0, torch.tensor(0), key)
+        allowed = torch.isin(key // PAGE, listed) & block_mask.mask_mod(
+            row, 0, torch.tensor(0), key
+        )
         scores[row, :, :, ~allowed] = -torch.inf
     out = torch.einsum("rhqk,hkd->rhqd", scores.softmax(-1), v[0])
     return out, SimpleNamespace(lse=scores.logsumexp(-1) if return_aux.lse else None)
 
 
 @pytest.mark.parametrize("window", [None, 100, 1])
-@pytest.mark.parametrize(("heads", "kv_heads", "sinks", "latent"), [
-    (4, 4, False, False), (6, 2, False, False), (8, 2, True, False), (7, 1, True, False), (5, 1, False, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sinks", "latent"),
+    [
+        (4, 4, False, False),
+        (6, 2, False, False),
+        (8, 2, True, False),
+        (7, 1, True, False),
+        (5, 1, False, True),
+    ],
+)
 def test_samples_attend_to_their_pages(monkeypatch, heads, kv_heads, sinks, latent, window):
     """Any number of heads may share keys; of latents, the values are the first channels."""
     monkeypatch.setattr(caches, "compiled_flex_attention", lambda: attention_by_lists)
@@ -40,10 +49,16 @@ def test_samples_attend_to_their_pages(monkeypatch, heads, kv_heads, sinks, late
     out = layer.attend_to_pool(q, 12 if latent else DIM, bias)
     for row, position in enumerate(POSITIONS.tolist()):
         seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
-        keys, values = (pool[TABLE[row]].flatten(0, 1)[seen] for pool in (layer.pools[0], layer.pools[-1]))
+        keys, values = (
+            pool[TABLE[row]].flatten(0, 1)[seen] for pool in (layer.pools[0], layer.pools[-1])
+        )
         for head in range(heads):
             of_head = head * kv_heads // heads
             scores = keys[:, of_head] @ q[0, head, row] / DIM**0.5
-            weights = torch.cat([scores, bias[head, None]]).softmax(0)[:-1] if sinks else scores.softmax(0)
+            weights = (
+                torch.cat([scores, bias[head, None]]).softmax(0)[:-1]
+                if sinks
+                else scores.softmax(0)
+            )
             expected = weights @ values[:, of_head, : 12 if latent else DIM]
             torch.testing.assert_close(out[0, head, row], expected)

@@ -40,7 +40,11 @@ def compiling_batch(*args) -> DecodingBatch:
 
 
 def as_on_cuda(layer):
-    kind = compiled.PromptCache if layer and isinstance(layer.caches.step, PromptStep) else compiled.OpaqueCache
+    kind = (
+        compiled.PromptCache
+        if layer and isinstance(layer.caches.step, PromptStep)
+        else compiled.OpaqueCache
+    )
     return layer and kind(layer)
 
 
@@ -58,18 +62,23 @@ def sampler_graphs(request, monkeypatch):
     else:
         monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 0)
     compiled.compiled_forward.cache_clear()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # else what is beyond it runs as it is
+    with torch._dynamo.config.patch(
+        fail_on_recompile_limit_hit=True
+    ):  # else what is beyond it runs as it is
         yield counter
     compiled.compiled_forward.cache_clear()
     torch.compiler.reset()
 
 
 def kinds_of_layers(config) -> int:
-    return len({(config.parts(layer), config.windowed(layer)) for layer in range(config.num_layers)})
+    return len(
+        {(config.parts(layer), config.windowed(layer)) for layer in range(config.num_layers)}
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("qwen3-32b", (4, 2, 1)), ("deepseek-v3", (2, 1)), ("nemotron3-nano-30b-a3b", (4, 2, 1))]
+    ("name", "sizes"),
+    [("qwen3-32b", (4, 2, 1)), ("deepseek-v3", (2, 1)), ("nemotron3-nano-30b-a3b", (4, 2, 1))],
 )
 def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
     """At several numbers of rows, and when weights change in place. No graph keeps the pools that it was made with."""
@@ -83,7 +92,9 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
         for rows in sizes:
             params = SamplingParams(temperature=0, max_tokens=NEW, n=max(1, rows // 2))
             found = sampler.generate(prompts[:rows], params)
-            assert [each.tokens for each in found] == [tokens for tokens in expected[:rows] for _ in range(params.n)]
+            assert [each.tokens for each in found] == [
+                tokens for tokens in expected[:rows] for _ in range(params.n)
+            ]
         longer = prompts[0] + expected[0]  # whose pages the steps have filled
         (found,) = sampler.generate([longer], SamplingParams(temperature=0, max_tokens=1))
         assert found.tokens == uncached(model, longer, 1)
@@ -94,7 +105,11 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
     if on_cuda:  # prefills have as many, and one of the last layer, which leaves its MLP out
         most += 3 * (4 * kinds + 1)
     assert 0 < counts[0] == counts[1] <= most
-    pools = [weakref.ref(pool) for layer in sampler.caches.layers for pool in getattr(layer, "pools", [])]
+    pools = [
+        weakref.ref(pool)
+        for layer in sampler.caches.layers
+        for pool in getattr(layer, "pools", [])
+    ]
     sampler.free()
     gc.collect()
     assert pools and not any(pool() is not None for pool in pools)
@@ -103,7 +118,9 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
 def test_a_first_prompt_of_one_token(sampler_graphs):
     """No step of prompts has made the pools."""
     model, (prompt,) = make("qwen3-32b"), prompts_of((1,))
-    (found,) = Sampler(model, settings=SETTINGS).generate([prompt], SamplingParams(temperature=0, max_tokens=NEW))
+    (found,) = Sampler(model, settings=SETTINGS).generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=NEW)
+    )
     assert found.tokens == uncached(model, prompt, NEW)
 
 
@@ -137,7 +154,9 @@ def test_the_trainers_blocks_stay_as_they_are(sampler_graphs):
     for _ in range(2):
         model(torch.tensor([prompt])).square().mean().backward()
         counts.append(trainer_graphs.graphs)
-        (found,) = Sampler(model, settings=SETTINGS).generate([prompt], SamplingParams(temperature=0, max_tokens=NEW))
+        (found,) = Sampler(model, settings=SETTINGS).generate(
+            [prompt], SamplingParams(temperature=0, max_tokens=NEW)
+        )
         assert found.tokens == expected
         counts.append(sampler_graphs.graphs)
     most = 4 + 5 if compiled.cache_for_compiler is as_on_cuda else 4  # of the prefill, too

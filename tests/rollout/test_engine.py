@@ -26,9 +26,20 @@ from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 
 FAMILIES = [
-    "llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-32b", "nemotron4-15b", "mixtral-8x7b", "qwen3-30b-a3b",
-    "deepseek-v3", "kimi-k2", "gpt-oss-20b", "nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "gpt3-175b",
-]  # fmt: skip
+    "llama3-8b",
+    "llama3.1-8b",
+    "qwen2.5-7b",
+    "qwen3-32b",
+    "nemotron4-15b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "deepseek-v3",
+    "kimi-k2",
+    "gpt-oss-20b",
+    "nemotron3-nano-30b-a3b",
+    "nemotron3-super-120b-a12b",
+    "gpt3-175b",
+]
 SETTINGS = {
     "one at a time, in large pages": Rollout(slots=1, page_size=32, pages=2),
     "together, prompts shared": Rollout(slots=16, page_size=4, pages=200, steps=3),
@@ -48,9 +59,13 @@ def make(name: str, seed: int = 0, **fields) -> Decoder:
     """A tiny twin with no parameter at a value that would hide it, with logits that are not all alike, and without an
     end of its own, so that samples have the lengths that tests ask for."""
     torch.manual_seed(seed)
-    model = Decoder(model_config(f"{name}-tiny", **{"eos_token_id": None} | fields)).requires_grad_(False)
+    model = Decoder(
+        model_config(f"{name}-tiny", **{"eos_token_id": None} | fields)
+    ).requires_grad_(False)
     for key, parameter in model.named_parameters():
-        scale = key.endswith(("norm.weight", "norm1.weight")) and model.config.norm != "layernorm1p"
+        scale = (
+            key.endswith(("norm.weight", "norm1.weight")) and model.config.norm != "layernorm1p"
+        )
         parameter.normal_(float(scale), 0.3 if scale else 0.08)
     return model
 
@@ -73,7 +88,9 @@ def uncached(model: Decoder, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def trainer_logprobs(model: Decoder, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+def trainer_logprobs(
+    model: Decoder, prompt: list[int], tokens: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
@@ -87,9 +104,13 @@ def test_greedy_tokens_are_those_without_a_cache(name):
         sampler = Sampler(model, settings=rollout)
         n = 1 if rollout.slots == 1 else 3
         found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW, n=n))
-        assert [each.tokens for each in found] == [tokens for tokens in expected for _ in range(n)], setting
+        assert [each.tokens for each in found] == [
+            tokens for tokens in expected for _ in range(n)
+        ], setting
         assert (sampler.scheduler.preemptions > 0) == setting.startswith("interrupted")
-        for each, prompt in zip(found, [prompt for prompt in prompts for _ in range(n)], strict=True):
+        for each, prompt in zip(
+            found, [prompt for prompt in prompts for _ in range(n)], strict=True
+        ):
             theirs = trainer_logprobs(model, prompt, each.tokens)
             torch.testing.assert_close(torch.tensor(each.logprobs), theirs, atol=1e-5, rtol=0)
 
@@ -104,20 +125,26 @@ def test_groups_that_read_their_prompt_once(name, monkeypatch):
     model, prompts = make(name), prompts_of((21, 18, 9))
     sampler = Sampler(model, settings=Rollout(slots=16, page_size=4, pages=200))
     params = [SamplingParams(temperature=0, max_tokens=NEW, n=n) for n in (4, 3, 1)]
-    samples = [sample for pair in zip(prompts, params, strict=True) for sample in sampler.submit(*pair)]
+    samples = [
+        sample for pair in zip(prompts, params, strict=True) for sample in sampler.submit(*pair)
+    ]
     seen = set()
     while sampler.busy:
         sampler.step()
         step = sampler.caches.step
         if isinstance(step, DecodingStep):
             rows = torch.arange(8)
-            seen.add((step.shared, tuple(tuple(rows[index].tolist()) for _, index in step.groups)))
+            seen.add(
+                (step.shared, tuple(tuple(rows[index].tolist()) for _, index in step.groups))
+            )
             if len(samples[4].produced) == NEW // 2:
                 sampler.cancel(samples[4], samples[1])
     assert {(8, ((0, 1, 2, 3), (4, 5, 6), (7,))), (12, ((0, 2, 3), (1, 5), (4,)))} <= seen
     expected = [uncached(model, prompt, NEW) for prompt in prompts]
     lengths = [NEW // 2 if i in (1, 4) else NEW for i in range(8)]
-    expected = [expected[i][:length] for i, length in zip((0, 0, 0, 0, 1, 1, 1, 2), lengths, strict=True)]
+    expected = [
+        expected[i][:length] for i, length in zip((0, 0, 0, 0, 1, 1, 1, 2), lengths, strict=True)
+    ]
     assert [sample.produced for sample in samples] == expected
     for sample in samples:
         theirs = trainer_logprobs(model, sample.prompt, sample.produced)
@@ -130,7 +157,9 @@ def test_a_window_without_sinks():
     expected = uncached(model, prompt, NEW)
     assert expected != uncached(make("qwen3-32b"), prompt, NEW)
     for rollout in SETTINGS.values():
-        (found,) = Sampler(model, settings=rollout).generate([prompt], SamplingParams(temperature=0, max_tokens=NEW))
+        (found,) = Sampler(model, settings=rollout).generate(
+            [prompt], SamplingParams(temperature=0, max_tokens=NEW)
+        )
         assert found.tokens == expected
         theirs = trainer_logprobs(model, prompt, found.tokens)
         torch.testing.assert_close(torch.tensor(found.logprobs), theirs, atol=1e-5, rtol=0)
@@ -150,17 +179,29 @@ def test_latents_are_kept_once():
     sampler.generate(prompts_of(), SamplingParams(max_tokens=2))
     config, kept = model.config, [pool for layer in sampler.caches.layers for pool in layer.pools]
     assert len(kept) == config.num_layers
-    assert {pool.shape[1:] for pool in kept} == {(4, 1, config.kv_lora_rank + config.qk_rope_head_dim)}
+    assert {pool.shape[1:] for pool in kept} == {
+        (4, 1, config.kv_lora_rank + config.qk_rope_head_dim)
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
 def test_samples_do_not_depend_on_the_batch(name):
     model, prompts = make(name), prompts_of()
-    params = [SamplingParams(temperature=0.9, top_p=0.95, max_tokens=NEW, n=3, seed=i) for i in range(len(prompts))]
-    runs = [Sampler(model, settings=rollout).generate(prompts, params) for rollout in SETTINGS.values()]
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.95, max_tokens=NEW, n=3, seed=i)
+        for i in range(len(prompts))
+    ]
+    runs = [
+        Sampler(model, settings=rollout).generate(prompts, params)
+        for rollout in SETTINGS.values()
+    ]
     tokens = [[each.tokens for each in run] for run in runs]
-    assert tokens[0] == tokens[1] == tokens[2] and len(set(map(tuple, tokens[0]))) == 3 * len(prompts)
-    alone = Sampler(model, settings=SETTINGS["together, prompts shared"]).generate(prompts[2:3], params[2:3])
+    assert tokens[0] == tokens[1] == tokens[2] and len(set(map(tuple, tokens[0]))) == 3 * len(
+        prompts
+    )
+    alone = Sampler(model, settings=SETTINGS["together, prompts shared"]).generate(
+        prompts[2:3], params[2:3]
+    )
     assert [each.tokens for each in alone] == tokens[0][6:9]
 
 
@@ -180,7 +221,10 @@ def test_logprobs_are_the_trainers():
 
 def test_new_weights_need_a_refresh_and_get_one():
     model, prompt = make("qwen3-32b"), prompts_of((20,))
-    sampler, params = Sampler(model, settings=Rollout(page_size=4, pages=50)), SamplingParams(max_tokens=5, n=2)
+    sampler, params = (
+        Sampler(model, settings=Rollout(page_size=4, pages=50)),
+        SamplingParams(max_tokens=5, n=2),
+    )
     sampler.generate(prompt, params)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -189,7 +233,9 @@ def test_new_weights_need_a_refresh_and_get_one():
     def error():
         found = sampler.generate(prompt, params)
         theirs = torch.stack([trainer_logprobs(model, prompt[0], each.tokens) for each in found])
-        return (torch.tensor([each.logprobs for each in found]) - theirs).abs().exp().mean().item()
+        return (
+            (torch.tensor([each.logprobs for each in found]) - theirs).abs().exp().mean().item()
+        )
 
     assert error() > 1.01  # token_mult_prob_error says so
     sampler.refresh()
@@ -199,7 +245,10 @@ def test_new_weights_need_a_refresh_and_get_one():
 
 
 def test_only_what_was_made_of_the_weights_invalidates_graphs():
-    for name, kept in (("qwen3-32b", True), ("deepseek-v3", False)):  # absorbed matrices are made anew
+    for name, kept in (
+        ("qwen3-32b", True),
+        ("deepseek-v3", False),
+    ):  # absorbed matrices are made anew
         sampler = Sampler(make(name), settings=Rollout(page_size=4, pages=50))
         sampler.generate([[1, 2]], SamplingParams(max_tokens=2))
         sampler.batches[1].captured["a graph"] = None
@@ -220,7 +269,10 @@ def test_memory_is_free_at_once(name, no_collector):
     sampler = Sampler(make(name), settings=Rollout(page_size=4, pages=50))
     sampler.generate(prompts_of((6,)), SamplingParams(max_tokens=3))
     layers = [layer for layer in sampler.caches.layers if layer is not None]
-    held = [layer.pools + layer.buffers if hasattr(layer, "pools") else layer.states for layer in layers]
+    held = [
+        layer.pools + layer.buffers if hasattr(layer, "pools") else layer.states
+        for layer in layers
+    ]
     tensors = [tensor for each in held for tensor in each]
     tensors += [matrix for matrix, *_ in sampler.weights.packed.values()]
     alive = [weakref.ref(each) for each in (*tensors, *sampler.batches.values())]
@@ -230,7 +282,9 @@ def test_memory_is_free_at_once(name, no_collector):
 
 
 def test_page_lists_are_free_at_once(no_collector):
-    step = DecodingStep(torch.zeros(2).long(), torch.zeros(2, 3).long(), torch.zeros(2).long(), 4, 6)
+    step = DecodingStep(
+        torch.zeros(2).long(), torch.zeros(2, 3).long(), torch.zeros(2).long(), 4, 6
+    )
     step.begin()
     lists = weakref.ref(step.page_mask(None).kv_indices)
     assert lists() is not None
@@ -240,7 +294,10 @@ def test_page_lists_are_free_at_once(no_collector):
 
 def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
     """Kernels are compiled for it, and a trainer's optimizer takes memory after the first step."""
-    free, page = 10**6, 4 * 2 * 4 * 16 * 4 * 4  # bytes: tokens, keys and values, heads, channels, layers, fp32
+    free, page = (
+        10**6,
+        4 * 2 * 4 * 16 * 4 * 4,
+    )  # bytes: tokens, keys and values, heads, channels, layers, fp32
     model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)
     monkeypatch.setattr(capacity, "free_memory", lambda device: free)
     sampler, counts = Sampler(model, settings=Rollout(page_size=4, memory=0.5)), []
@@ -255,13 +312,23 @@ def test_pages_that_memory_has_no_room_for(monkeypatch):
     page = 4 * 2 * 4 * 16 * 4 * 4  # bytes, as above
     model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)
     monkeypatch.setattr(capacity, "free_memory", lambda device: 20 * page)
-    Sampler(model, settings=Rollout(page_size=4, pages=20)).generate([[1, 2]], SamplingParams(max_tokens=1))
-    with pytest.raises(InputError, match=r"^rollout.pages=21 are more than .* has room for \(use at most 20, or 0\)"):
-        Sampler(model, settings=Rollout(page_size=4, pages=21)).generate([[1, 2]], SamplingParams(max_tokens=1))
+    Sampler(model, settings=Rollout(page_size=4, pages=20)).generate(
+        [[1, 2]], SamplingParams(max_tokens=1)
+    )
+    with pytest.raises(
+        InputError,
+        match=r"^rollout.pages=21 are more than .* has room for \(use at most 20, or 0\)",
+    ):
+        Sampler(model, settings=Rollout(page_size=4, pages=21)).generate(
+            [[1, 2]], SamplingParams(max_tokens=1)
+        )
 
 
 def test_steps_in_a_row_take_buffers_for_no_more_than_there_are_positions():
-    sampler = Sampler(make("qwen3-32b", max_position_embeddings=16), settings=Rollout(page_size=4, steps=1 << 20))
+    sampler = Sampler(
+        make("qwen3-32b", max_position_embeddings=16),
+        settings=Rollout(page_size=4, steps=1 << 20),
+    )
     sampler.generate([[1, 2]], SamplingParams(max_tokens=3))
     assert sampler.batches[1].new_tokens.shape == (16, 1)
 
@@ -271,12 +338,19 @@ def test_memory_is_for_the_samples_that_are_expected(name):
     """More of them than that take turns, as more than slots do."""
     params = [SamplingParams(max_tokens=9, n=2, seed=i) for i in range(3)]
     prompts, settings = [[1, 2, 3], [4], [5, 6]], Rollout(slots=8, page_size=4, pages=50)
-    roomy, small = Sampler(make(name), settings=settings), Sampler(make(name), settings=settings, samples=2)
-    found, expected = ([each.tokens for each in s.generate(prompts, params)] for s in (small, roomy))
+    roomy, small = (
+        Sampler(make(name), settings=settings),
+        Sampler(make(name), settings=settings, samples=2),
+    )
+    found, expected = (
+        [each.tokens for each in s.generate(prompts, params)] for s in (small, roomy)
+    )
     assert found == expected
     assert [max(sampler.batches) for sampler in (roomy, small)] == [8, 2]
     assert [sampler.caches.slots - 2 for sampler in (roomy, small)] == [8, 2]
-    roomy, small = (Sampler(make(name), settings=Rollout(page_size=4, slots=n), samples=2) for n in (8, 1))
+    roomy, small = (
+        Sampler(make(name), settings=Rollout(page_size=4, slots=n), samples=2) for n in (8, 1)
+    )
     assert [pages_of(sampler) * 4 for sampler in (roomy, small)] == [
         2 * roomy.config.max_position_embeddings + 4,
         small.config.max_position_embeddings + 4,
@@ -288,11 +362,18 @@ def test_memory_is_for_samples_as_long_as_expected(name):
     """But for their last tokens, which nothing is predicted from."""
     params = [SamplingParams(max_tokens=count, n=2, seed=count) for count in (6, 8)]
     prompts, settings = [[1, 2, 3], [4]], Rollout(slots=4, page_size=4, steps=4)
-    roomy, short = Sampler(make(name), settings=settings), Sampler(make(name), settings=settings, longest=9)
-    found, expected = ([each.tokens for each in s.generate(prompts, params)] for s in (short, roomy))
+    roomy, short = (
+        Sampler(make(name), settings=settings),
+        Sampler(make(name), settings=settings, longest=9),
+    )
+    found, expected = (
+        [each.tokens for each in s.generate(prompts, params)] for s in (short, roomy)
+    )
     assert found == expected
     assert [short.page_count, short.width] == [4 * 2 + 1, 2 + 1]
-    with pytest.raises(InputError, match="a prompt of 9 tokens: use 1 to 8, there are 9 positions"):
+    with pytest.raises(
+        InputError, match="a prompt of 9 tokens: use 1 to 8, there are 9 positions"
+    ):
         short.submit([1] * 9, params[0])
     (last,) = short.generate([[1] * 8], SamplingParams(max_tokens=5))
     assert len(last.tokens) == 1 and last.finish_reason == "length"
@@ -302,7 +383,11 @@ def test_memory_is_for_samples_as_long_as_expected(name):
 def test_a_prompt_is_computed_once_for_samples_that_take_turns(name, monkeypatch):
     """Also where those that are decoded fill all pages of theirs: what they copy from has one more."""
     lengths, computed = [], Scheduler.prefilled
-    monkeypatch.setattr(Scheduler, "prefilled", lambda self, *what: computed(self, *what) or lengths.append(what[1]))
+    monkeypatch.setattr(
+        Scheduler,
+        "prefilled",
+        lambda self, *what: computed(self, *what) or lengths.append(what[1]),
+    )
     sampler = Sampler(make(name), settings=Rollout(slots=2, page_size=16), longest=16)
     sampler.generate([[1] * 10], SamplingParams(max_tokens=6, n=5))
     assert lengths == [9] and sampler.scheduler.preemptions == 0
@@ -310,7 +395,10 @@ def test_a_prompt_is_computed_once_for_samples_that_take_turns(name, monkeypatch
 
 def test_a_pool_has_no_more_elements_than_a_kernel_can_index(monkeypatch):
     monkeypatch.setattr(capacity, "free_memory", lambda device: 10**15)
-    for name, width in (("qwen3-32b", 4 * 16), ("deepseek-v3", 32 + 8)):  # keys' channels of a token
+    for name, width in (
+        ("qwen3-32b", 4 * 16),
+        ("deepseek-v3", 32 + 8),
+    ):  # keys' channels of a token
         sampler = Sampler(make(name), settings=Rollout(slots=10**6))
         pages = pages_of(sampler) + 1  # one is for what only fills up
         assert pages * 128 * width < 2**31 <= (pages + 1) * 128 * width
@@ -318,7 +406,10 @@ def test_a_pool_has_no_more_elements_than_a_kernel_can_index(monkeypatch):
 
 def test_ends():
     model, tokenizer = make("qwen3-32b", vocab_size=258), ByteTokenizer()
-    sampler, prompt = Sampler(model, tokenizer, Rollout(page_size=4, pages=50, steps=4)), [5, 6, 7]
+    sampler, prompt = (
+        Sampler(model, tokenizer, Rollout(page_size=4, pages=50, steps=4)),
+        [5, 6, 7],
+    )
     whole = sampler.generate([prompt], SamplingParams(temperature=0, max_tokens=20))[0]
     assert whole.finish_reason == "length" and len(whole.tokens) == 20
     first = next(i for i in range(3, 20) if whole.tokens[i] not in whole.tokens[:i])
@@ -334,13 +425,18 @@ def test_ends():
     text = tokenizer.decode(whole.tokens)
     stop = text[6:8]
     cut = sampler.generate([prompt], SamplingParams(0.8, max_tokens=20, stop=("never", stop)))[0]
-    assert cut.finish_reason == "stop" and tokenizer.decode(cut.tokens) == text[: text.index(stop) + 2]
+    assert (
+        cut.finish_reason == "stop"
+        and tokenizer.decode(cut.tokens) == text[: text.index(stop) + 2]
+    )
     with pytest.raises(InputError, match="needs a sampler with a tokenizer"):
         Sampler(model).generate([prompt], SamplingParams(stop=("x",)))
 
 
 def test_a_stop_string_of_characters_of_several_tokens():
-    sampler = Sampler(make("qwen3-32b", vocab_size=258), ByteTokenizer(), Rollout(page_size=4, pages=50))
+    sampler = Sampler(
+        make("qwen3-32b", vocab_size=258), ByteTokenizer(), Rollout(page_size=4, pages=50)
+    )
     (sample,) = sampler.submit([1], SamplingParams(stop=("\N{SNOWMAN}\N{PILE OF POO}",)))
     tokens = list("a\N{SNOWMAN}\N{PILE OF POO}b".encode())
     assert sampler._end(sample, tokens) == (len(tokens) - 1, "stop")
@@ -361,13 +457,22 @@ def test_a_stop_string_that_begins_with_a_space():
     assert sampler._end(sample, [*b"cbbbbbbbbbbbbbbbbbbbbbb", *b"ab"]) == (24, "stop")
 
 
-@pytest.mark.parametrize("stop, written", [
-    ("<|eos|>", [*b"abc", 257]), ("c<|eos|>", [*b"abc", 257]), ("<|eos|>d", [*b"abc", 257, *b"d"]), ("s|>", [256]),
-    ("<|bos|><|eos|>", [*b"a", 256, 257]), ("ab", [*b"a", 256, *b"b"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stop, written",
+    [
+        ("<|eos|>", [*b"abc", 257]),
+        ("c<|eos|>", [*b"abc", 257]),
+        ("<|eos|>d", [*b"abc", 257, *b"d"]),
+        ("s|>", [256]),
+        ("<|bos|><|eos|>", [*b"a", 256, 257]),
+        ("ab", [*b"a", 256, *b"b"]),
+    ],
+)
 def test_stop_strings_of_special_tokens(stop, written):
     """Also in part; and special tokens, which are not shown, do not divide a string of others."""
-    sampler = Sampler(make("qwen3-32b", vocab_size=258), ByteTokenizer(), Rollout(page_size=4, pages=50))
+    sampler = Sampler(
+        make("qwen3-32b", vocab_size=258), ByteTokenizer(), Rollout(page_size=4, pages=50)
+    )
     (sample,) = sampler.submit([1], SamplingParams(stop=("never", stop), ignore_eos=True))
     assert sampler._end(sample, [*written, *b"efg"]) == (len(written), "stop")
 
@@ -380,7 +485,13 @@ def test_stop_strings_of_a_hugging_face_tokenizer(tmp_path):
     words.add_special_tokens([AddedToken("<|im_end|>", special=True)])
     words.save(str(tmp_path / "tokenizer.json"))
     sampler = Sampler(make("qwen3-32b"), load_tokenizer(tmp_path), Rollout(page_size=4, pages=50))
-    for stop, count in (("<|im_end|>", 4), ("<|im_end|>\n", 5), ("b <|im", 4), ("b \n", 5), ("\n\n", 6)):
+    for stop, count in (
+        ("<|im_end|>", 4),
+        ("<|im_end|>\n", 5),
+        ("b <|im", 4),
+        ("b \n", 5),
+        ("\n\n", 6),
+    ):
         (sample,) = sampler.submit([0], SamplingParams(stop=[stop]))
         assert sampler._end(sample, [0, 1, 2, 4, 3, 3, 0]) == (count, "stop")
 
@@ -393,15 +504,25 @@ def test_the_models_own_end(in_generation_config, tmp_path):
     model, prompts = make("qwen3-32b"), prompts_of((5, 5, 5))
     free = [uncached(model, prompt, 12) for prompt in prompts]
     ends, pad = [free[0][3], free[1][0]], min({*range(512)} - {*itertools.chain(*free)})
-    own = {"generation_config": {"eos_token_id": ends}} if in_generation_config else {"eos_token_id": ends}
+    own = (
+        {"generation_config": {"eos_token_id": ends}}
+        if in_generation_config
+        else {"eos_token_id": ends}
+    )
     model.config = dataclasses.replace(model.config, **own)
     save_pretrained(model, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    padded = theirs.generate(torch.tensor(prompts), max_new_tokens=12, do_sample=False, pad_token_id=pad)[:, 5:]
+    padded = theirs.generate(
+        torch.tensor(prompts), max_new_tokens=12, do_sample=False, pad_token_id=pad
+    )[:, 5:]
     greedy = SamplingParams(0, max_tokens=12)
     samples = Sampler(model).generate(prompts, greedy)
-    assert [sample.tokens for sample in samples] == [[t for t in row if t != pad] for row in padded.tolist()]
-    assert [sample.finish_reason for sample in samples][:2] == ["stop", "stop"] and len(samples[1].tokens) == 1
+    assert [sample.tokens for sample in samples] == [
+        [t for t in row if t != pad] for row in padded.tolist()
+    ]
+    assert [sample.finish_reason for sample in samples][:2] == ["stop", "stop"] and len(
+        samples[1].tokens
+    ) == 1
     samples = Sampler(model).generate(prompts, dataclasses.replace(greedy, ignore_eos=True))
     assert [sample.tokens for sample in samples] == free
     tokenizer = ByteTokenizer()
@@ -409,7 +530,9 @@ def test_the_models_own_end(in_generation_config, tmp_path):
     assert Sampler(model, tokenizer).generate(prompts, greedy)[2].tokens == free[2][:2]
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b"]
+)
 def test_first_use_in_inference_mode(name):
     """What the sampler keeps is of use outside, where the model trains on."""
     model, params = make(name).requires_grad_(), SamplingParams(0, max_tokens=6)
@@ -417,7 +540,9 @@ def test_first_use_in_inference_mode(name):
     sampler = Sampler(model, settings=Rollout(page_size=4, pages=50))
     for mode in (True, False, True):
         with torch.inference_mode(mode):
-            assert [sample.tokens for sample in sampler.generate(prompts_of((5, 9)), params)] == expected
+            assert [
+                sample.tokens for sample in sampler.generate(prompts_of((5, 9)), params)
+            ] == expected
             sampler.submit([1, 2], params)
             while sampler.busy:
                 sampler.step()
@@ -427,24 +552,48 @@ def test_first_use_in_inference_mode(name):
 def test_prompts_that_are_text():
     sampler = Sampler(make("qwen3-32b", vocab_size=258), ByteTokenizer())
     params = SamplingParams(0, max_tokens=5)
-    assert sampler.generate(["123", "a"], params) == sampler.generate([[*b"123"], [*b"a"]], params)
+    assert sampler.generate(["123", "a"], params) == sampler.generate(
+        [[*b"123"], [*b"a"]], params
+    )
     tokens = torch.tensor([*b"123"])
-    assert sampler.generate([tokens, tokens.numpy()], params)[1] == sampler.generate(["123"], params)[0]
+    assert (
+        sampler.generate([tokens, tokens.numpy()], params)[1]
+        == sampler.generate(["123"], params)[0]
+    )
 
 
-@pytest.mark.parametrize("prompts, params, line", [
-    (["123"], SamplingParams(), "the prompt '123' is text, which needs a sampler with a tokenizer"),
-    ("123", SamplingParams(), "prompts must be a list, of texts or of lists of token ids"),
-    ([["1", "2"]], SamplingParams(), r"a prompt is .'1', '2'.: give a list of token ids, or text"),
-    ([[1.5, 2]], SamplingParams(), r"a prompt is .1.5, 2.: give a list of token ids, or text"),
-    ([1, 2, 3], SamplingParams(), "a prompt is 1: give a list of token ids, or text"),
-    ([None], SamplingParams(), "a prompt is None: give"),
-    ([b"123"], SamplingParams(), "a prompt is b'123': give a list of token ids, or text"),
-    ([[1]], {"max_tokens": 3}, "params={'max_tokens': 3} must be SamplingParams"),
-    ([[1]], [{"max_tokens": 3}], "params={'max_tokens': 3} must be SamplingParams"),
-    ([[1]], None, "params=None must be SamplingParams"),
-    ([[1]], [SamplingParams()] * 2, "1 prompts and 2 SamplingParams: give one, or one per prompt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "prompts, params, line",
+    [
+        (
+            ["123"],
+            SamplingParams(),
+            "the prompt '123' is text, which needs a sampler with a tokenizer",
+        ),
+        ("123", SamplingParams(), "prompts must be a list, of texts or of lists of token ids"),
+        (
+            [["1", "2"]],
+            SamplingParams(),
+            r"a prompt is .'1', '2'.: give a list of token ids, or text",
+        ),
+        (
+            [[1.5, 2]],
+            SamplingParams(),
+            r"a prompt is .1.5, 2.: give a list of token ids, or text",
+        ),
+        ([1, 2, 3], SamplingParams(), "a prompt is 1: give a list of token ids, or text"),
+        ([None], SamplingParams(), "a prompt is None: give"),
+        ([b"123"], SamplingParams(), "a prompt is b'123': give a list of token ids, or text"),
+        ([[1]], {"max_tokens": 3}, "params={'max_tokens': 3} must be SamplingParams"),
+        ([[1]], [{"max_tokens": 3}], "params={'max_tokens': 3} must be SamplingParams"),
+        ([[1]], None, "params=None must be SamplingParams"),
+        (
+            [[1]],
+            [SamplingParams()] * 2,
+            "1 prompts and 2 SamplingParams: give one, or one per prompt",
+        ),
+    ],
+)
 def test_prompts_that_are_none(prompts, params, line):
     with pytest.raises(InputError, match=line):
         Sampler(make("qwen3-32b")).generate(prompts, params)
@@ -455,8 +604,13 @@ def test_the_models_last_position():
         model = make(name, max_position_embeddings=16)
         sampler = Sampler(model, settings=Rollout(page_size=4, steps=7))
         # the second one makes steps go on beyond the first one's end
-        found = sampler.generate(prompts_of((12, 3)), SamplingParams(temperature=0, max_tokens=20))[0]
-        assert found.tokens == uncached(model, prompts_of((12,))[0], 4) and found.finish_reason == "length"
+        found = sampler.generate(
+            prompts_of((12, 3)), SamplingParams(temperature=0, max_tokens=20)
+        )[0]
+        assert (
+            found.tokens == uncached(model, prompts_of((12,))[0], 4)
+            and found.finish_reason == "length"
+        )
         with pytest.raises(InputError, match="a prompt of 16 tokens: use 1 to 15"):
             sampler.generate(prompts_of((3, 16)), SamplingParams())
         assert not sampler.busy  # the first one does not stay behind
@@ -482,14 +636,23 @@ def test_weights_that_are_not_finite(value, params):
     assert not sampler.busy
 
 
-@pytest.mark.parametrize("family", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b"]
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_spoils_no_later_sample(value, family):
     """Masked keys and values count with a weight of 0, and 0 times NaN is NaN."""
     model, (long, short) = make(family, tie_word_embeddings=False), prompts_of((20, 3))
-    sampler, params = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=40)), SamplingParams(max_tokens=6)
+    sampler, params = (
+        Sampler(model, settings=Rollout(slots=4, page_size=4, pages=40)),
+        SamplingParams(max_tokens=6),
+    )
     expected = sampler.generate([short, long], params)
-    known = {token for tokens in (short, long, *(answer.tokens for answer in expected)) for token in tokens}
+    known = {
+        token
+        for tokens in (short, long, *(answer.tokens for answer in expected))
+        for token in tokens
+    }
     bad = next(token for token in range(512) if token not in known)
     model.model.embed_tokens.weight[bad] = value
     with pytest.raises(InputError, match="the model's logits are not finite"):
@@ -499,12 +662,30 @@ def test_what_is_not_finite_spoils_no_later_sample(value, family):
 
 def test_what_is_computed_after_a_samples_end_spoils_no_later_one():
     """Of several steps at once the last ones may be for nothing, but their tokens are in the caches."""
-    model, settings = make("qwen3-32b", tie_word_embeddings=False), Rollout(slots=4, page_size=4, pages=12, steps=8)
+    model, settings = (
+        make("qwen3-32b", tie_word_embeddings=False),
+        Rollout(slots=4, page_size=4, pages=12, steps=8),
+    )
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     prompts = prompts_of((10, 5))
-    first, second, third = Sampler(model, settings=settings).generate([[5, 6, 7]], greedy)[0].tokens[:3]
+    first, second, third = (
+        Sampler(model, settings=settings).generate([[5, 6, 7]], greedy)[0].tokens[:3]
+    )
     expected = Sampler(model, settings=settings).generate(prompts, greedy)
-    assert len({first, second, third, *prompts[0], *prompts[1], *expected[0].tokens, *expected[1].tokens}) > 3
+    assert (
+        len(
+            {
+                first,
+                second,
+                third,
+                *prompts[0],
+                *prompts[1],
+                *expected[0].tokens,
+                *expected[1].tokens,
+            }
+        )
+        > 3
+    )
     sampler = Sampler(model, settings=settings)
     kept = model.model.embed_tokens.weight[third].clone()
     model.model.embed_tokens.weight[third] = torch.nan
@@ -532,7 +713,9 @@ def test_settings_that_make_no_sense(setting, line):
 
 
 def test_the_command_line_shows_all_samples(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: [256, *text.encode()])  # as Llama's has bos
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_prompt", lambda self, text: [256, *text.encode()]
+    )  # as Llama's has bos
     model = make("qwen3-32b", vocab_size=258)
     save_pretrained(model, tmp_path)
     ByteTokenizer().save(tmp_path)
@@ -544,7 +727,10 @@ def test_the_command_line_shows_all_samples(tmp_path, capsys, monkeypatch):
     samples = Sampler(model, ByteTokenizer()).generate([[256, *b"ab"]], params)
     texts = ["ab" + ByteTokenizer().decode(sample.tokens) for sample in samples]
     shown = capsys.readouterr().out
-    assert shown == f"--- sample 1 of 2\n{texts[0]}\n--- sample 2 of 2\n{texts[1]}\n" and texts[0] != texts[1]
+    assert (
+        shown == f"--- sample 1 of 2\n{texts[0]}\n--- sample 2 of 2\n{texts[1]}\n"
+        and texts[0] != texts[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -582,7 +768,9 @@ def test_rows_that_outgrow_their_buffers():
     sampler = Sampler(model, settings=Rollout(page_size=4, pages=50, steps=3))
     (found,) = sampler.generate([[1]], SamplingParams(temperature=0, max_tokens=20))
     assert found.tokens == uncached(model, [1], 20)
-    several = sampler.generate([[1], [2], [3]], SamplingParams(temperature=0, max_tokens=4))  # no longer ones
+    several = sampler.generate(
+        [[1], [2], [3]], SamplingParams(temperature=0, max_tokens=4)
+    )  # no longer ones
     assert [each.tokens for each in several] == [uncached(model, [n], 4) for n in (1, 2, 3)]
 
 
@@ -605,10 +793,14 @@ def test_states_are_kept_in_fp32():
 
     And one more than samples and a waiting prefill can have, for rows that only fill up.
     """
-    sampler = Sampler(make("nemotron3-nano-30b-a3b").bfloat16(), settings=Rollout(page_size=4, pages=20))
+    sampler = Sampler(
+        make("nemotron3-nano-30b-a3b").bfloat16(), settings=Rollout(page_size=4, pages=20)
+    )
     sampler.generate([[1, 2]], SamplingParams(max_tokens=2))
     states = [layer.states for layer in sampler.caches.layers if isinstance(layer, MambaCache)]
-    assert {(conv.dtype, scan.dtype) for conv, scan in states} == {(torch.bfloat16, torch.float32)}
+    assert {(conv.dtype, scan.dtype) for conv, scan in states} == {
+        (torch.bfloat16, torch.float32)
+    }
     assert {len(each) for pair in states for each in pair} == {len(sampler.scheduler.slots) + 1}
 
 
@@ -638,7 +830,10 @@ def test_requests_come_and_go():
         "cancelled",
         "cancelled",
     ]
-    assert group[0].produced == group[1].produced == uncached(model, prompts[1], NEW) and not last.produced
+    assert (
+        group[0].produced == group[1].produced == uncached(model, prompts[1], NEW)
+        and not last.produced
+    )
     assert first.produced == uncached(model, prompts[0], NEW)[: len(first.produced)]
     assert sampler.scheduler.pages.available == 30
     sampler.free()
@@ -646,7 +841,11 @@ def test_requests_come_and_go():
 
 
 def test_nothing_stays_queued_after_a_failure(monkeypatch):
-    model, prompts, params = make("qwen3-32b"), prompts_of((9, 5)), SamplingParams(temperature=0, max_tokens=4)
+    model, prompts, params = (
+        make("qwen3-32b"),
+        prompts_of((9, 5)),
+        SamplingParams(temperature=0, max_tokens=4),
+    )
     sampler = Sampler(model, settings=Rollout(slots=2, page_size=4, pages=30, chunk=7))
     with pytest.raises(InputError, match="2 prompts and 1 SamplingParams"):
         sampler.generate(prompts, [params])
@@ -685,17 +884,25 @@ def test_an_interrupted_step_counts_for_nothing():
             sampler.step()
         except KeyboardInterrupt:
             interrupts += 1
-    assert interrupts == 3 and [s.produced for s in samples] == [uncached(model, prompt, 6) for prompt in prompts]
+    assert interrupts == 3 and [s.produced for s in samples] == [
+        uncached(model, prompt, 6) for prompt in prompts
+    ]
 
 
 def test_pages_that_cuda_can_read():
-    dense, latent = model_config("qwen3-32b"), model_config("deepseek-v3")  # of 64 heads and of 128
+    dense, latent = (
+        model_config("qwen3-32b"),
+        model_config("deepseek-v3"),
+    )  # of 64 heads and of 128
     for size, config, tp in ((128, dense, 1), (256, dense, 8), (128, latent, 1)):
         capacity.check_page_size(size, config, tp)
     latent = dataclasses.replace(latent, num_attention_heads=256, num_key_value_heads=256)
     capacity.check_page_size(128, latent, 2)
     for size, config, least in ((64, dense, 128), (128, latent, 256)):
-        with pytest.raises(InputError, match=f"rollout.page_size={size} must be a multiple of 128 .* at least {least}"):
+        with pytest.raises(
+            InputError,
+            match=f"rollout.page_size={size} must be a multiple of 128 .* at least {least}",
+        ):
             capacity.check_page_size(size, config, 1)
 
 
@@ -708,7 +915,9 @@ def test_page_lists_name_what_a_sample_sees(window):
     size, width, pool = 4, 6, 30
     generator, positions = torch.Generator().manual_seed(0), torch.arange(size * width)
     table = torch.stack([torch.randperm(pool, generator=generator)[:width] for _ in positions])
-    step = DecodingStep(torch.zeros_like(positions), table, torch.zeros_like(positions), size, pool)
+    step = DecodingStep(
+        torch.zeros_like(positions), table, torch.zeros_like(positions), size, pool
+    )
     step.begin()
     blocks = step.page_mask(window)  # made once, then brought up to date in place
     step.positions.copy_(positions)
@@ -717,7 +926,12 @@ def test_page_lists_name_what_a_sample_sees(window):
     for row, own in enumerate(positions.tolist()):
         pages = blocks.kv_indices[row, 0, 0, : blocks.kv_num_blocks[row, 0, 0]].tolist()
         assert len(pages) == len(set(pages)) and blocks.full_kv_indices is None
-        keys = [k for page in pages for k in range(page * size, (page + 1) * size) if blocks.mask_mod(row, 0, 0, k)]
+        keys = [
+            k
+            for page in pages
+            for k in range(page * size, (page + 1) * size)
+            if blocks.mask_mod(row, 0, 0, k)
+        ]
         seen = range(max(0, own - window + 1) if window else 0, own + 1)
         assert sorted(keys) == sorted(int(table[row, i // size]) * size + i % size for i in seen)
 
@@ -748,7 +962,9 @@ def test_a_step_finds_its_pages_in_few_kernels():
 def test_frequencies_are_computed_once(name):
     model, (prompt,) = make(name), prompts_of((5,))
     expected = uncached(model, prompt, 6)
-    with mock.patch.object(caches, "rotary_frequencies", wraps=caches.rotary_frequencies) as computed:
+    with mock.patch.object(
+        caches, "rotary_frequencies", wraps=caches.rotary_frequencies
+    ) as computed:
         (found,) = Sampler(model, settings=Rollout(slots=2, page_size=4, pages=20)).generate(
             [prompt], SamplingParams(temperature=0, max_tokens=6)
         )

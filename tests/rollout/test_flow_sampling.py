@@ -23,7 +23,12 @@ def gaussian_velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
 def error(sampler, steps: int, shift: float = 1.0) -> float:
     """Along its trajectory noise z becomes MEAN + SPREAD z."""
     z = torch.linspace(-2, 2, 9, dtype=torch.float64)
-    return (sampler(gaussian_velocity, z, sigma_schedule(steps, shift)) - (MEAN + SPREAD * z)).abs().max().item()
+    return (
+        (sampler(gaussian_velocity, z, sigma_schedule(steps, shift)) - (MEAN + SPREAD * z))
+        .abs()
+        .max()
+        .item()
+    )
 
 
 @pytest.mark.parametrize("sampler, order", [(euler, 1), (unipc, 2)])
@@ -60,7 +65,9 @@ def test_unipc_is_that_of_diffusers(steps, shift):
     for sigma, timestep in zip(scheduler.sigmas.tolist(), scheduler.timesteps, strict=False):
         x = scheduler.step(gaussian_velocity(x, sigma), timestep, x).prev_sample
     found = unipc(gaussian_velocity, noise, scheduler.sigmas.tolist())
-    torch.testing.assert_close(found, x, atol=1e-4, rtol=0)  # diffusers keeps its coefficients in fp32
+    torch.testing.assert_close(
+        found, x, atol=1e-4, rtol=0
+    )  # diffusers keeps its coefficients in fp32
 
 
 def test_schedule():
@@ -77,7 +84,11 @@ def test_guidance_goes_beyond_the_text(negative):
     with torch.no_grad():
         with_text = model(x, timestep, text)
         without = model(x, timestep, torch.zeros_like(text) if negative is None else negative)
-        for scale, expected in ((0.0, without), (1.0, with_text), (5.0, 5 * with_text - 4 * without)):
+        for scale, expected in (
+            (0.0, without),
+            (1.0, with_text),
+            (5.0, 5 * with_text - 4 * without),
+        ):
             found = guided(model, text, scale, negative)(x, 0.7345)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (with_text - without).norm() > 1e-3 * with_text.norm()

@@ -18,14 +18,18 @@ class Pool:
 
     def write(self, tokens, pages, place):
         page = pages[place // self.pages.size]
-        assert self.pages.ref_count[page] == 1 and page not in self.pages.prefix_of, "a shared page is written to"
+        assert self.pages.ref_count[page] == 1 and page not in self.pages.prefix_of, (
+            "a shared page is written to"
+        )
         self.held[page][place % self.pages.size] = tuple(tokens[: place + 1])
 
     def check(self, tokens, pages, count):
         for place in range(count):
             page = pages[place // self.pages.size]
             assert self.pages.ref_count[page] >= 1
-            assert self.held[page][place % self.pages.size] == tuple(tokens[: place + 1]), "another sequence's page"
+            assert self.held[page][place % self.pages.size] == tuple(tokens[: place + 1]), (
+                "another sequence's page"
+            )
 
     def copy(self, source, target):
         self.held[target] = list(self.held[source])
@@ -38,9 +42,17 @@ def check_books(pages: Pages, owned: list[list[int]]):
         for page in each:
             counts[page] += 1
     assert pages.ref_count == counts
-    states = sorted([*pages.free_list, *pages.evictable, *(page for page in range(pages.count) if counts[page])])
+    states = sorted(
+        [
+            *pages.free_list,
+            *pages.evictable,
+            *(page for page in range(pages.count) if counts[page]),
+        ]
+    )
     assert states == list(range(pages.count))
-    assert sorted(pages.page_of.values()) == sorted(pages.prefix_of) and set(pages.evictable) <= set(pages.prefix_of)
+    assert sorted(pages.page_of.values()) == sorted(pages.prefix_of) and set(
+        pages.evictable
+    ) <= set(pages.prefix_of)
 
 
 def random_schedule(seed: int) -> None:
@@ -144,7 +156,12 @@ def test_a_request_that_fills_the_pool_is_finished():
 def run_scheduler(seed: int) -> None:
     """Random requests, arrivals, cancellations and pools; every sample must end with the tokens it would have alone."""
     rng = random.Random(seed)
-    size, rows, steps, reuse = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3), rng.random() < 0.7
+    size, rows, steps, reuse = (
+        rng.randint(1, 4),
+        rng.randint(1, 4),
+        rng.randint(1, 3),
+        rng.random() < 0.7,
+    )
     pages = Pages(rng.randint(16 // size, 40 // size), size)
     scheduler = Scheduler(pages, rows, rng.randint(1, 12), steps, reuse)
     pool, states, samples, cancelled = Pool(pages), [()] * (rows + 1), [], set()
@@ -170,7 +187,9 @@ def run_scheduler(seed: int) -> None:
                 pool.write(tokens, sample.pages, place)
                 states[sample.slot] = tuple(tokens)
             tokens.append(next_token(sample, place + 1))
-        new = tokens[len(sample.prompt) + len(sample.produced) :][: sample.limit - len(sample.tokens)]
+        new = tokens[len(sample.prompt) + len(sample.produced) :][
+            : sample.limit - len(sample.tokens)
+        ]
         done = len(sample.tokens) + len(new) == sample.limit
         scheduler.decoded(sample, new, [0.0] * len(new), "length" if done else None)
 
@@ -204,7 +223,9 @@ def run_scheduler(seed: int) -> None:
     assert not scheduler.busy and not requests
     assert pages.available == pages.count and sorted(scheduler.slots) == list(range(rows + 1))
     for sample in samples:
-        expected = [next_token(sample, place) for place in range(len(sample.prompt), sample.limit)]
+        expected = [
+            next_token(sample, place) for place in range(len(sample.prompt), sample.limit)
+        ]
         whole = id(sample) not in cancelled
         assert sample.produced == (expected if whole else expected[: len(sample.produced)])
         assert sample.finish_reason == ("length" if whole else "cancelled")
@@ -234,7 +255,10 @@ def test_samples_of_a_prompt_share_its_full_pages():
     [(_, count)] = plan_and_compute(scheduler).chunks
     assert count == 10  # the last token is decoded
     work = scheduler.schedule()
-    assert len({tuple(sample.pages[:2]) for sample in samples}) == 1 and len({s.pages[2] for s in samples}) == 3
+    assert (
+        len({tuple(sample.pages[:2]) for sample in samples}) == 1
+        and len({s.pages[2] for s in samples}) == 3
+    )
     assert len(work.page_copies) == 2 and pages.count - pages.available == 2 + 3
 
 
@@ -265,7 +289,10 @@ def test_prompts_that_come_together_wait_for_the_pages_that_they_share():
     counts = []
     while not counts or sum(map(len, counts)) < 5:
         counts.append([count for _, count in plan_and_compute(scheduler).chunks])
-    assert counts == [[25], [9, 9, 9, 5]]  # all but the last tokens; of three not the 16 that fill pages
+    assert counts == [
+        [25],
+        [9, 9, 9, 5],
+    ]  # all but the last tokens; of three not the 16 that fill pages
 
 
 def test_long_prompts_take_turns_with_those_who_decode():
@@ -273,7 +300,9 @@ def test_long_prompts_take_turns_with_those_who_decode():
     kinds = []
     for number in range(10):
         if number in (0, 2):
-            scheduler.submit([Sample([number] * (2 if number == 0 else 17), SamplingParams(), 0, limit=30)])
+            scheduler.submit(
+                [Sample([number] * (2 if number == 0 else 17), SamplingParams(), 0, limit=30)]
+            )
         work = plan_and_compute(scheduler)
         for sample in work.samples:
             scheduler.decoded(sample, [0], [0.0], None)
@@ -298,7 +327,12 @@ def test_a_prompt_waits_until_there_are_pages_to_go_on_and_a_row(pages, rows):
     run_alone(scheduler, first)
     scheduler.submit([Sample([2] * 9, SamplingParams(), 0, limit=12)])
     work = scheduler.schedule()
-    assert not scheduler.resident and not work.chunks and work.samples == [first] and scheduler.preemptions == 0
+    assert (
+        not scheduler.resident
+        and not work.chunks
+        and work.samples == [first]
+        and scheduler.preemptions == 0
+    )
 
 
 def test_a_prompt_does_not_wait_for_those_who_have_all_their_pages():

@@ -36,10 +36,15 @@ LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.2])
 def choice(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
     """For all rows alike, or of a list of temperatures one for each."""
     keys = torch.tensor([sample_key(seed, row, 0) for row in range(rows)], dtype=torch.int32)
-    warmth, top_p, min_p = (torch.tensor(x, dtype=torch.float).repeat(rows)[:rows] for x in (temperature, top_p, min_p))
+    warmth, top_p, min_p = (
+        torch.tensor(x, dtype=torch.float).repeat(rows)[:rows]
+        for x in (temperature, top_p, min_p)
+    )
     filtered = top_k > 0 or bool((top_p < 1).any() or (min_p > 0).any())
     greedy, noisy = bool((warmth == 0).any()), bool((warmth > 0).any())
-    return SamplingState(keys, torch.full((rows,), top_k), warmth, top_p, min_p, greedy, noisy, filtered)
+    return SamplingState(
+        keys, torch.full((rows,), top_k), warmth, top_p, min_p, greedy, noisy, filtered
+    )
 
 
 def chi_square(drawn, expected):
@@ -66,28 +71,37 @@ def test_chi_square_against_the_exact_distribution(params, kept):
     rows, drawn, logprobs = 8000, [], []
     settings = choice(rows, **params)
     for position in range(5):
-        tokens, logprob = sample_tokens(LOGITS.expand(rows, -1), settings, torch.full((rows,), position), VocabShard())
+        tokens, logprob = sample_tokens(
+            LOGITS.expand(rows, -1), settings, torch.full((rows,), position), VocabShard()
+        )
         drawn.append(tokens)
         logprobs.append(logprob)
     scaled = LOGITS.double() / params.get("temperature", 1.0)
     allowed = torch.full_like(scaled, -torch.inf).index_fill(0, torch.tensor(kept), 0)
     exact = (scaled + allowed).log_softmax(0)
     drawn = torch.cat(drawn)
-    assert chi_square(drawn, exact.exp() * len(drawn)) < 24.3  # the 0.1 % point for 7 degrees of freedom
+    assert (
+        chi_square(drawn, exact.exp() * len(drawn)) < 24.3
+    )  # the 0.1 % point for 7 degrees of freedom
     torch.testing.assert_close(torch.cat(logprobs).double(), exact[drawn], atol=1e-6, rtol=0)
 
 
 def test_noise_is_exponential_and_unrelated_between_neighbours():
     """Of keys, positions and ids that differ by one: the usual weakness of hashed noise."""
     keys = torch.tensor([sample_key(0, 0, i) for i in range(64)], dtype=torch.int32)
-    noise = torch.stack([exponential_noise(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]).double()
+    noise = torch.stack(
+        [exponential_noise(token_keys(keys, torch.full((64,), t)), 0, 256) for t in range(64)]
+    ).double()
     assert noise.min() > 0 and noise.mean().item() == pytest.approx(1, abs=0.005)
     sorted_, n = noise.flatten().sort().values, noise.numel()
     gap = (-torch.expm1(-sorted_) - torch.arange(n) / n).abs().max().item()
     assert gap * n**0.5 < 1.95  # Kolmogorov-Smirnov, 0.1 %
     for dim in range(3):
         pair = torch.stack(
-            [noise.narrow(dim, 0, noise.shape[dim] - 1).flatten(), noise.narrow(dim, 1, noise.shape[dim] - 1).flatten()]
+            [
+                noise.narrow(dim, 0, noise.shape[dim] - 1).flatten(),
+                noise.narrow(dim, 1, noise.shape[dim] - 1).flatten(),
+            ]
         )
         assert abs(torch.corrcoef(pair)[0, 1].item()) * n**0.5 < 4
 
@@ -95,7 +109,9 @@ def test_noise_is_exponential_and_unrelated_between_neighbours():
 def test_noise_is_never_nothing():
     """Where all bits of a number are 0: of a token's key that is the hash of an id."""
     ids = torch.arange(8, dtype=torch.int32)
-    assert exponential_noise(mix(ids.clone()), 0, 8).diagonal().tolist() == pytest.approx([2.0**-32] * 8, rel=1e-6)
+    assert exponential_noise(mix(ids.clone()), 0, 8).diagonal().tolist() == pytest.approx(
+        [2.0**-32] * 8, rel=1e-6
+    )
 
 
 def unmix(x):
@@ -118,7 +134,9 @@ def seed_of_bits(bits, token, position):
 def test_the_longest_waiting_times_are_finite():
     """Of the 64 largest of 2^31 hashes, which fp32 rounds to 2^31; those of all others are as they are without this."""
     bits = torch.tensor([0x7FFFFFFF - 64 * i - j for i in range(8) for j in (0, 63)])
-    keys = torch.tensor([unmix(number) for number in bits.tolist()]).to(torch.int32) ^ mix(torch.tensor([3]).int())
+    keys = torch.tensor([unmix(number) for number in bits.tolist()]).to(torch.int32) ^ mix(
+        torch.tensor([3]).int()
+    )
     noise = exponential_noise(keys, 3, 1)[:, 0]
     expected = -torch.log1p(-(bits.float() + 0.5) * 2**-31)
     assert expected[:2].isinf().all() and noise[:2].tolist() == [expected[2]] * 2
@@ -130,13 +148,17 @@ LONE = [{"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}, {"temperature": 0.01}]
 
 def lone_token():
     """Logits, and for the longest waiting time of the likeliest token, next to which others have no chance, a seed."""
-    return torch.full((1, 300), -1.0).index_fill(1, torch.tensor(170), 3.0), seed_of_bits(0x7FFFFFFF, 170, 5)
+    return torch.full((1, 300), -1.0).index_fill(1, torch.tensor(170), 3.0), seed_of_bits(
+        0x7FFFFFFF, 170, 5
+    )
 
 
 @pytest.mark.parametrize("params", LONE, ids=str)
 def test_a_token_that_waits_longest_is_drawn_if_it_is_the_only_one(params):
     logits, seed = lone_token()
-    tokens, logprobs = sample_tokens(logits, choice(1, seed=seed, **params), torch.tensor([5]), VocabShard())
+    tokens, logprobs = sample_tokens(
+        logits, choice(1, seed=seed, **params), torch.tensor([5]), VocabShard()
+    )
     assert tokens.tolist() == [170] and logprobs.tolist() == [0]
 
 
@@ -144,15 +166,22 @@ def test_a_sampler_draws_the_only_token_whatever_the_seed():
     """The first of these seeds used to be told that the logits are not finite."""
     torch.manual_seed(0)
     sampler = Sampler(Decoder(model_config("qwen3-32b-tiny")))
-    token = sampler.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))[0].tokens[0]
+    token = sampler.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))[0].tokens[
+        0
+    ]
     for seed in (seed_of_bits(0x7FFFFFFF, token, 3), seed_of_bits(0x7FFFFFC0, token, 3), 0):
-        assert sampler.generate([[1, 2, 3]], SamplingParams(top_k=1, max_tokens=1, seed=seed))[0].tokens == [token]
+        assert sampler.generate([[1, 2, 3]], SamplingParams(top_k=1, max_tokens=1, seed=seed))[
+            0
+        ].tokens == [token]
 
 
 def test_samples_whose_keys_are_neighbours_share_no_noise():
     """At no two of their positions."""
     keys, positions = torch.tensor([4, 5], dtype=torch.int32), torch.arange(4000)
-    assert len({key for each in keys for key in token_keys(each.expand(4000), positions).tolist()}) == 8000
+    assert (
+        len({key for each in keys for key in token_keys(each.expand(4000), positions).tolist()})
+        == 8000
+    )
 
 
 def test_a_seed_has_64_bits():
@@ -165,8 +194,13 @@ def test_a_row_draws_the_same_among_others():
     settings, positions = choice(6), torch.tensor([3, 5, 3, 9, 1, 0])
     together, _ = sample_tokens(logits, settings, positions, VocabShard())
     order = torch.tensor([4, 2])
-    fields = {name: getattr(settings, name)[order] for name in ("keys", "temperature", "top_k", "top_p", "min_p")}
-    apart, _ = sample_tokens(logits[order], SamplingState(**fields), positions[order], VocabShard())
+    fields = {
+        name: getattr(settings, name)[order]
+        for name in ("keys", "temperature", "top_k", "top_p", "min_p")
+    }
+    apart, _ = sample_tokens(
+        logits[order], SamplingState(**fields), positions[order], VocabShard()
+    )
     assert apart.tolist() == together[order].tolist()
     others, _ = sample_tokens(logits, choice(6, seed=1), positions, VocabShard())
     assert others.tolist() != together.tolist()
@@ -175,9 +209,14 @@ def test_a_row_draws_the_same_among_others():
 def test_the_compiled_choice_is_the_same(monkeypatch):
     """In one piece, where without the compiler the CPU takes several; also as a sampler asks for it. Without a word."""
     calls, compile = [], partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", lambda function: calls.append(function) or compile(function))
+    monkeypatch.setattr(
+        torch, "compile", lambda function: calls.append(function) or compile(function)
+    )
     compiled_sample_tokens.cache_clear()
-    logits, positions = torch.randn(6, 40_000, generator=torch.Generator().manual_seed(0)), torch.arange(6)
+    logits, positions = (
+        torch.randn(6, 40_000, generator=torch.Generator().manual_seed(0)),
+        torch.arange(6),
+    )
     assert logits.numel() > NOISE_CHUNK
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Dynamo")
@@ -189,8 +228,13 @@ def test_the_compiled_choice_is_the_same(monkeypatch):
     model = Decoder(model_config("qwen3-32b-tiny"))
     eager, compiled = (Sampler(model, settings=Rollout(compile=on)) for on in (False, True))
     compiled_sample_tokens.cache_clear()
-    monkeypatch.setattr(compiled_blocks, "run_block", lambda block, groups, *args: Block.forward(block, *args))
-    runs = [sampler.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4)) for sampler in (eager, compiled)]
+    monkeypatch.setattr(
+        compiled_blocks, "run_block", lambda block, groups, *args: Block.forward(block, *args)
+    )
+    runs = [
+        sampler.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=4))
+        for sampler in (eager, compiled)
+    ]
     assert [each.tokens for each in runs[0]] == [each.tokens for each in runs[1]]
     assert calls == [sample_tokens, sample_tokens]
     compiled_sample_tokens.cache_clear()
@@ -200,14 +244,20 @@ def test_bf16_logits_are_computed_with_in_fp32():
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
     for params in ({}, {"temperature": [0.0, 0.7]}, {"top_p": 0.9}):
         state = choice(6, **params)
-        found, exact = (sample_tokens(x, state, torch.arange(6), VocabShard()) for x in (logits, logits.float()))
+        found, exact = (
+            sample_tokens(x, state, torch.arange(6), VocabShard())
+            for x in (logits, logits.float())
+        )
         assert torch.equal(found[0], exact[0]) and torch.equal(found[1], exact[1])
 
 
 def test_the_coldest_draw_is_the_likeliest():
     """With logits far from zero, whose quotients are near the end of fp32."""
     assert SamplingParams(temperature=MIN_TEMPERATURE).temperature == MIN_TEMPERATURE
-    logits, positions = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 1e4, torch.arange(6)
+    logits, positions = (
+        torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 1e4,
+        torch.arange(6),
+    )
     for params in ({}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
         state = choice(6, temperature=MIN_TEMPERATURE, **params)
         tokens, logprobs = sample_tokens(logits, state, positions, VocabShard())
@@ -233,15 +283,23 @@ def test_greedy_and_drawing_rows_share_a_batch():
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}]
+    "params",
+    [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}],
 )
 def test_filters_keep_what_those_of_transformers_keep(params):
-    from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(0)) * 3
     logits[0, 7] = 90  # so likely that fp32 rounds its probability to 1
     warpers = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper}
-    theirs = LogitsProcessorList([warpers[name](value) for name, value in params.items()])(None, logits)
+    theirs = LogitsProcessorList([warpers[name](value) for name, value in params.items()])(
+        None, logits
+    )
     ours = filter_logits(logits, choice(50, **params))
     assert torch.equal(ours, theirs) and 0 < theirs.isinf().sum() < logits.numel()
 
@@ -277,9 +335,11 @@ def test_top_p_keeps_the_same_tokens_in_whatever_order_probabilities_are_summed(
     assert torch.equal(filter_logits(logits, settings), kept)
 
 
-@pytest.mark.parametrize("params", [
-    {}, {"temperature": 0}, {"temperature": [0, 0.7] * 20}, {"top_k": 7, "top_p": 0.9},
-], ids=["noisy", "greedy", "both", "filtered"])  # fmt: skip
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0}, {"temperature": [0, 0.7] * 20}, {"top_k": 7, "top_p": 0.9}],
+    ids=["noisy", "greedy", "both", "filtered"],
+)
 def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
     generator = torch.Generator().manual_seed(0)
     logits, positions = torch.randn(40, 300, generator=generator) * 2, torch.arange(40)
@@ -287,13 +347,17 @@ def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
     for found in pool.run(2, chosen_over_ranks, logits, params, positions):
         assert torch.equal(found[0], tokens)
         torch.testing.assert_close(found[1], logprobs)
-        assert found[2] == ([150] if "top_k" in params else [5])  # without filters never the logits
+        assert found[2] == (
+            [150] if "top_k" in params else [5]
+        )  # without filters never the logits
 
 
 @pytest.mark.parametrize("params", LONE, ids=str)
 def test_a_split_vocabulary_draws_the_only_token(pool, params):
     logits, seed = lone_token()
-    for found in pool.run(2, chosen_over_ranks, logits, params | {"seed": seed}, torch.tensor([5])):
+    for found in pool.run(
+        2, chosen_over_ranks, logits, params | {"seed": seed}, torch.tensor([5])
+    ):
         assert found[0].tolist() == [170] and found[1].tolist() == [0]
 
 
@@ -303,7 +367,10 @@ def test_a_split_vocabulary_draws_the_only_token(pool, params):
         ({"temperature": -1}, "temperature=-1 must be 0, or at least 1e-06"),
         ({"temperature": float("inf")}, "temperature=inf must be 0, or at least 1e-06"),
         ({"temperature": 1e-50}, "temperature=1e-50 must be 0, or at least 1e-06"),
-        ({"top_k": 10**20}, "top_k=100000000000000000000 must be at least 0, and below 2147483648"),
+        (
+            {"top_k": 10**20},
+            "top_k=100000000000000000000 must be at least 0, and below 2147483648",
+        ),
         ({"stop": "end"}, "stop='end' must be a list of texts, none of them empty"),
         ({"stop": ("end", "")}, "stop=.'end', ''. must be a list of texts, none of them empty"),
         ({"top_p": 0}, "top_p=0 must be above 0 and at most 1"),
@@ -332,5 +399,7 @@ def test_refusals(fields, line):
 
 
 def test_numbers_of_numpy_and_lists_are_settings_too():
-    params = SamplingParams(np.float32(0.5), np.int64(3), 1, stop_tokens=[np.int64(5)], stop=["a"])
+    params = SamplingParams(
+        np.float32(0.5), np.int64(3), 1, stop_tokens=[np.int64(5)], stop=["a"]
+    )
     assert params.temperature == 0.5 and 5 in params.stop_tokens

@@ -28,7 +28,9 @@ def joined(monkeypatch):
     monkeypatch.setattr(weights, "can_join", lambda device: True)
 
 
-@pytest.mark.parametrize("name", ["llama3.1-8b", "qwen2.5-7b", "deepseek-v3", "gpt3-175b", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    "name", ["llama3.1-8b", "qwen2.5-7b", "deepseek-v3", "gpt3-175b", "gpt-oss-20b"]
+)
 def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
     """Read as one where they lie, whatever changes them; and to all others they are what they were."""
     model, prompts = make(name), prompts_of((9, 3))
@@ -39,7 +41,9 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
             parameter.mul_(factor)
         sampler.refresh()
         greedy = SamplingParams(temperature=0.0, max_tokens=6)
-        assert [c.tokens for c in sampler.generate(prompts, greedy)] == [uncached(model, p, 6) for p in prompts]
+        assert [c.tokens for c in sampler.generate(prompts, greedy)] == [
+            uncached(model, p, 6) for p in prompts
+        ]
         places.append([parameter.data_ptr() for parameter in model.parameters()])
     assert places[0] == places[1]  # which CUDA graphs rely on
     attention = model.blocks[0].self_attn
@@ -74,28 +78,51 @@ def test_linears_that_train_by_onednn_are_packed_too(monkeypatch):
     onednn.to_onednn(model)
     sampler = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=100))
     greedy = SamplingParams(temperature=0.0, max_tokens=6)
-    assert [c.tokens for c in sampler.generate(prompts, greedy)] == [uncached(model, p, 6) for p in prompts]
-    packed = {linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner}
-    assert packed == {module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)}
+    assert [c.tokens for c in sampler.generate(prompts, greedy)] == [
+        uncached(model, p, 6) for p in prompts
+    ]
+    packed = {
+        linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner
+    }
+    assert packed == {
+        module
+        for block in model.blocks
+        for module in block.modules()
+        if isinstance(module, nn.Linear)
+    }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "up_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]], ids=str
+)
 def test_linears_with_adapters_are_packed_too(targets):
     model, prompts = make("qwen3-32b"), prompts_of((9, 3))
     add_adapters(model, Lora(targets=targets))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                / 10
+            )
     expected = [uncached(model, prompt, 6) for prompt in prompts]
     sampler = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=100))
     greedy = SamplingParams(temperature=0.0, max_tokens=6)
     with mock.patch.object(weights, "multiply", wraps=weights.multiply) as products:
         assert [c.tokens for c in sampler.generate(prompts, greedy)] == expected
     assert products.call_count > 4 * len(model.blocks)
-    packed = {linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner}
-    assert packed == {module for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)}
-    assert [uncached(model, prompt, 6) for prompt in prompts] == expected  # adapters are still there
+    packed = {
+        linear for owner in sampler.weights.packed if isinstance(owner, tuple) for linear in owner
+    }
+    assert packed == {
+        module
+        for block in model.blocks
+        for module in block.modules()
+        if isinstance(module, nn.Linear)
+    }
+    assert [
+        uncached(model, prompt, 6) for prompt in prompts
+    ] == expected  # adapters are still there
 
 
 def test_other_types_than_fp32_are_not_packed():
@@ -115,7 +142,9 @@ def test_linears_that_are_not_packed_multiply_as_in_training(monkeypatch):
     operator = torch.ops.minitrain.onednn_linear
     with mock.patch.object(torch.ops.minitrain, "onednn_linear", wraps=operator) as products:
         assert [c.tokens for c in sampler.generate(prompts, greedy)] == expected
-    linears = sum(isinstance(module, nn.Linear) for block in model.blocks for module in block.modules())
+    linears = sum(
+        isinstance(module, nn.Linear) for block in model.blocks for module in block.modules()
+    )
     assert products.call_count > linears
 
 
@@ -132,7 +161,14 @@ def test_sampling_recomputes_nothing():
 def test_adapters_are_sampled_with_and_dropout_is_not():
     """On every Linear: latent attention's kv_b_proj, which a cache folds into others, is one of them."""
     model = make("deepseek-v3")
-    linears = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts.down_proj")
+    linears = (
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "o_proj",
+        "experts.down_proj",
+    )
     add_adapters(model, Lora(rank=4, dropout=0.5, targets=list(linears)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -170,7 +206,11 @@ def sampled_by_ranks(tree: dict, prompts, params) -> list[list[int]]:
     found = sampler.generate(prompts, params)
     again = Sampler(model).generate(prompts, params)  # in a pool as large as memory allows
     assert [each.tokens for each in again] == [each.tokens for each in found]
-    return [each.tokens for each in found], [each.logprobs for each in found], sampler.scheduler.preemptions
+    return (
+        [each.tokens for each in found],
+        [each.logprobs for each in found],
+        sampler.scheduler.preemptions,
+    )
 
 
 def test_several_ranks_sample_as_one(pool):
@@ -185,4 +225,6 @@ def test_several_ranks_sample_as_one(pool):
         4, sampled_by_ranks, tree | {"parallel": {"tp": 2, "dp_shard": 2}}, prompts_of(), params
     ):
         assert found == tokens and preemptions > 0
-        torch.testing.assert_close(torch.tensor(theirs), torch.tensor(logprobs), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(theirs), torch.tensor(logprobs), atol=1e-5, rtol=0
+        )

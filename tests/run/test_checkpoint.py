@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from minitrain.errors import InputError
 from minitrain.run.checkpoint import checkpoint_state
@@ -52,7 +56,11 @@ def step(model, optimizer):
 def content(model, optimizer):
     """All values: the model's state and, by parameter name, the optimizer's."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    state = {f"{names[p]}/{key}": value for p, entry in optimizer.state.items() for key, value in entry.items()}
+    state = {
+        f"{names[p]}/{key}": value
+        for p, entry in optimizer.state.items()
+        for key, value in entry.items()
+    }
     return {key: value.clone() for key, value in {**model.state_dict(), **state}.items()}
 
 
@@ -70,7 +78,10 @@ def test_steps_are_counted_where_fused_kernels_want_them_and_nothing_older_stays
     stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(), [])
     tensors = checkpoint_state.prepare_optimizer(optimizer, model, {"weight/step": stored})
     assert optimizer.state == {model.weight: {"step": tensors["weight/step"]}}
-    assert (tensors["weight/step"].device.type, tensors["weight/step"].dtype) == ("meta", torch.float32)
+    assert (tensors["weight/step"].device.type, tensors["weight/step"].dtype) == (
+        "meta",
+        torch.float32,
+    )
 
 
 def store_trained_only(folder):
@@ -82,7 +93,9 @@ def store_trained_only(folder):
     other, other_optimizer = make(seed=1)
     other[0].bias.data[3] += 1
     before = content(other, other_optimizer)
-    with pytest.raises(InputError, match="another base model, or the same stored in another precision"):
+    with pytest.raises(
+        InputError, match="another base model, or the same stored in another precision"
+    ):
         checkpointer.load(other, other_optimizer)
     assert equal(content(other, other_optimizer), before)
 
@@ -120,9 +133,14 @@ def save_while_training(folder):
     model, optimizer = make()
     step(model, optimizer)
     saved = content(model, optimizer)
-    checkpointer, numbers = Checkpointer(folder, keep=2, asynchronous=True), {"step": 1, "loss": 0.5}
+    checkpointer, numbers = (
+        Checkpointer(folder, keep=2, asynchronous=True),
+        {"step": 1, "loss": 0.5},
+    )
     write, disk = dcp.FileSystemWriter.write_data, threading.Semaphore(0)
-    with mock.patch.object(dcp.FileSystemWriter, "write_data", lambda *args: disk.acquire() and write(*args)):
+    with mock.patch.object(
+        dcp.FileSystemWriter, "write_data", lambda *args: disk.acquire() and write(*args)
+    ):
         save_step(checkpointer, numbers, SimpleNamespace(model=model, optimizer=optimizer))
         numbers["validation_loss"] = 0.4
         dist.all_reduce(torch.ones(1))
@@ -180,7 +198,10 @@ def note_what_reaches_the_disk(folder):
         events.append("published")
         return replace(source, target)
 
-    with mock.patch.object(os, "fsync", note_sync), mock.patch.object(Path, "replace", note_replace):
+    with (
+        mock.patch.object(os, "fsync", note_sync),
+        mock.patch.object(Path, "replace", note_replace),
+    ):
         Checkpointer(folder, keep=2).save(1, *make(), {})
     return events
 
@@ -191,7 +212,9 @@ def test_a_checkpoint_gets_its_name_once_the_disk_has_all_of_it(pool, tmp_path):
     (events,) = pool.run(1, note_what_reaches_the_disk, folder)
     published = events.index("published")
     temporary, files = folder / "step-00000001.tmp", os.listdir(folder / "step-00000001")
-    assert {path.removesuffix(".tmp") for path in events[: published - 1]} == {str(temporary / name) for name in files}
+    assert {path.removesuffix(".tmp") for path in events[: published - 1]} == {
+        str(temporary / name) for name in files
+    }
     assert events[published - 1 :] == [str(temporary), "published", str(folder)]
 
 
@@ -199,7 +222,10 @@ def test_a_step_can_be_saved_again(pool, tmp_path):
     pool.run(1, save_many, tmp_path, [1], 2)
     first = pool.run(1, load_newest, tmp_path)[0][1]
     pool.run(1, save_many, tmp_path, [3, 1], 2)
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]  # nothing later than the saved step is removed
+    assert names(tmp_path) == [
+        "step-00000001",
+        "step-00000003",
+    ]  # nothing later than the saved step is removed
     (tmp_path / "step-00000003").rename(tmp_path / "aside")
     assert not equal(pool.run(1, load_newest, tmp_path)[0][1], first)
 
@@ -214,7 +240,9 @@ def save_beside_links(folder, elsewhere):
     save_many(folder, [1, 2, 3], 3)
     for number in (1, 2, 3):
         move_and_link(folder, elsewhere / str(number), number)
-    (folder / "step-00000002").rename(folder / "step-00000002.tmp")  # as a run leaves it that is killed meanwhile
+    (folder / "step-00000002").rename(
+        folder / "step-00000002.tmp"
+    )  # as a run leaves it that is killed meanwhile
     assert load_newest(folder)[0] == {"step": 3}
     save_many(folder, [3, 4], 1)
 
@@ -234,7 +262,12 @@ def test_other_names_and_files_are_no_checkpoints(pool, tmp_path):
     pool.run(1, save_many, tmp_path, [1, 2], 2)
     for name in strays:
         (tmp_path / name).mkdir()
-    for name in ("step-00000002.old", "step-00000003.old", "step-00000003.tmp", "step-00000004.tmp"):
+    for name in (
+        "step-00000002.old",
+        "step-00000003.old",
+        "step-00000003.tmp",
+        "step-00000004.tmp",
+    ):
         (tmp_path / name).write_text("a file")
     assert pool.run(1, load_newest, tmp_path)[0][0] == {"step": 2}
     pool.run(1, save_many, tmp_path, [3, 4], 1)
@@ -250,7 +283,10 @@ def fail_to_write(folder, asynchronous):
     checkpointer.save(1, model, optimizer, {"step": 1})
     checkpointer.wait()
     full = OSError(28, "No space left on device")
-    with mock.patch("os.fsync", side_effect=full), pytest.raises(OSError, match="No space left on device"):
+    with (
+        mock.patch("os.fsync", side_effect=full),
+        pytest.raises(OSError, match="No space left on device"),
+    ):
         checkpointer.save(2, model, optimizer, {})
         checkpointer.wait()
     assert checkpointer.load(model, optimizer) == {"step": 1}
@@ -293,17 +329,27 @@ def save_and_die(folder, second, kill):
         checkpointer.save(second, model, optimizer, {"save": "second"})
 
 
-@pytest.mark.parametrize(("second", "survivors"), [
-    (2, ["first", "first", "first", "first", "second", "second"]),
-    (1, ["first", "first", "first", "first", "first", "second"]),  # the first one gives way to one of the same step
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("second", "survivors"),
+    [
+        (2, ["first", "first", "first", "first", "second", "second"]),
+        (
+            1,
+            ["first", "first", "first", "first", "first", "second"],
+        ),  # the first one gives way to one of the same step
+    ],
+)
 def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(pool, tmp_path, second, survivors):
-    victims = [Ranks(1, tmp_path / "log", save_and_die, tmp_path / kill, second, kill) for kill in KILLS]
+    victims = [
+        Ranks(1, tmp_path / "log", save_and_die, tmp_path / kill, second, kill) for kill in KILLS
+    ]
     for victim in victims:
         assert victim.wait(LIMIT) and victim.codes() == [-signal.SIGKILL], victim.log.read_text()
     folders = [tmp_path / kill for kill in KILLS]
     assert [pool.run(1, load_newest, folder)[0][0]["save"] for folder in folders] == survivors
-    assert all(name.removeprefix("step-").isdecimal() for folder in folders for name in names(folder))
+    assert all(
+        name.removeprefix("step-").isdecimal() for folder in folders for name in names(folder)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -325,7 +371,10 @@ def load_misfits(folder):
         (make(width=4), ("0.weight is [8, 8], and [4, 4] in the model",)),
         (make(layers=3), ("has no 2.weight", "[8, 8]")),
         (make(layers=1), ("has 1.weight [8, 8], which the model does not have",)),
-        (make(optimizer=torch.optim.SGD), ("AdamW, not of SGD (use its run's optim.name, or another out_dir)",)),
+        (
+            make(optimizer=torch.optim.SGD),
+            ("AdamW, not of SGD (use its run's optim.name, or another out_dir)",),
+        ),
     ]
     for (model, optimizer), parts in cases:
         before = content(model, optimizer)
@@ -350,7 +399,9 @@ def forge(path, file, value):
     """Write a file of a checkpoint, and a description that agrees with it."""
     (path / file).write_bytes(value)
     about = read_description(path)
-    write_description(path, about | {"files": {name: measure(path / name) for name in about["files"]}})
+    write_description(
+        path, about | {"files": {name: measure(path / name) for name in about["files"]}}
+    )
 
 
 def hostile_indices(index, proof):
@@ -360,7 +411,10 @@ def hostile_indices(index, proof):
     yield pickle.dumps({}), "dict"
     yield b"", ".metadata"
     saved, stored = index.state_dict_metadata, index.storage_data
-    saved["0.weight"], right = dcp.BytesStorageMetadata(), saved["0.weight"]  # DCP would unpickle the tensor's bytes
+    saved["0.weight"], right = (
+        dcp.BytesStorageMetadata(),
+        saved["0.weight"],
+    )  # DCP would unpickle the tensor's bytes
     yield pickle.dumps(index), "BytesStorageMetadata"
     saved["0.weight"] = right
     saved["0.weight/step"].size = torch.Size([1 << 60])
@@ -395,10 +449,15 @@ def test_hostile_checkpoints_are_refused(pool, tmp_path):
     assert proof.exists()  # so the pickle is one that could
 
 
-@pytest.mark.parametrize(("code", "part"), [
-    (b"cos\nsystem\n(S'true'\ntR.", "system"), (b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "system"),
-    (b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR.", "Size"), (b"cpathlib\nPurePath\n.", "PurePath"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "part"),
+    [
+        (b"cos\nsystem\n(S'true'\ntR.", "system"),
+        (b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.", "system"),
+        (b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR.", "Size"),
+        (b"cpathlib\nPurePath\n.", "PurePath"),
+    ],
+)
 def test_the_index_names_no_functions(tmp_path, code, part):
     file = tmp_path / ".metadata"
     file.write_bytes(code)
@@ -416,13 +475,19 @@ def test_an_index_changes_no_paths(monkeypatch):
 MEMORY_FORMAT = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
 
 
-@pytest.mark.parametrize(("code", "value"), [
-    (b"cpathlib\nPosixPath\n(Vsteps\ntR.", Path("steps")),
-    (b"cpathlib._local\nPosixPath\n(Vsteps\ntR.", Path("steps")),
-    (pickle.dumps(MEMORY_FORMAT), MEMORY_FORMAT),
-    (b"cbuiltins\ngetattr\n(c%s\n_MEM_FORMAT_ENCODING\nV%s\ntR."
-     % (_MEM_FORMAT_ENCODING.__module__.encode(), MEMORY_FORMAT.name.encode()), MEMORY_FORMAT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "value"),
+    [
+        (b"cpathlib\nPosixPath\n(Vsteps\ntR.", Path("steps")),
+        (b"cpathlib._local\nPosixPath\n(Vsteps\ntR.", Path("steps")),
+        (pickle.dumps(MEMORY_FORMAT), MEMORY_FORMAT),
+        (
+            b"cbuiltins\ngetattr\n(c%s\n_MEM_FORMAT_ENCODING\nV%s\ntR."
+            % (_MEM_FORMAT_ENCODING.__module__.encode(), MEMORY_FORMAT.name.encode()),
+            MEMORY_FORMAT,
+        ),
+    ],
+)
 def test_an_index_is_read_as_any_python_writes_it(code, value):
     assert IndexUnpickler(io.BytesIO(code)).load() == value
 
@@ -430,6 +495,9 @@ def test_an_index_is_read_as_any_python_writes_it(code, value):
 def test_nothing_but_the_index_is_a_pickle(pool, tmp_path):
     pool.run(1, save_many, tmp_path, [1], 1)
     path = tmp_path / "step-00000001"
-    assert all(entry.size is not None for entry in read_index(path / ".metadata").state_dict_metadata.values())
+    assert all(
+        entry.size is not None
+        for entry in read_index(path / ".metadata").state_dict_metadata.values()
+    )
     about = json.loads((path / "extra.json").read_text())
     assert about["optimizer"] == "AdamW" and about["extra"] == {"step": 1}

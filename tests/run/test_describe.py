@@ -15,9 +15,14 @@ from minitrain.settings import Config, Optim, Parallel
 from tests.helpers.commands import ROOT
 
 CONFIGS = [
-    "quickstart", "train/shapes", "train/grpo-reverse", "automodel/deepseek-v3-pretrain-1024gpu",
-    "automodel/qwen2.5-7b-lora-1gpu", "rl/llama3.1-8b-grpo-16gpu-1off", "dfm/wan2.1-14b-pretrain-h100-8gpu",
-]  # fmt: skip
+    "quickstart",
+    "train/shapes",
+    "train/grpo-reverse",
+    "automodel/deepseek-v3-pretrain-1024gpu",
+    "automodel/qwen2.5-7b-lora-1gpu",
+    "rl/llama3.1-8b-grpo-16gpu-1off",
+    "dfm/wan2.1-14b-pretrain-h100-8gpu",
+]
 
 
 @pytest.mark.parametrize("file", CONFIGS)
@@ -43,7 +48,9 @@ def test_comments_are_those_above_and_behind():
         for field in dataclasses.fields(kind):
             note = comments(kind)[field.name]
             if note:
-                assert note.split()[0] in text and " ".join(note.split()[:3]) in " ".join(text.replace("#", "").split())
+                assert note.split()[0] in text and " ".join(note.split()[:3]) in " ".join(
+                    text.replace("#", "").split()
+                )
     assert comments(Optim)["states"] == "of AdamW's moments"
     assert comments(Optim)["max_skipped"].startswith("this many steps in a row")
 
@@ -62,13 +69,20 @@ def test_help_lists_sections_and_their_keys(capsys):
         if section == "model":
             assert "\n  vocab_size: 32000\n" in shown and "\n  patch_size: [1, 2, 2]\n" in shown
         else:
-            assert all(f"\n  {field.name.rstrip('_')}: " in shown for field in dataclasses.fields(kind))
+            assert all(
+                f"\n  {field.name.rstrip('_')}: " in shown for field in dataclasses.fields(kind)
+            )
     with pytest.raises(InputError, match=r"optm \(nearest: optim\)"):
         describe_section("optm")
 
 
 def test_print_config_ends_before_a_run(capsys, tmp_path):
-    words = ["--config", str(ROOT / "configs/quickstart.yaml"), "--print-config", f"out_dir={tmp_path / 'out'}"]
+    words = [
+        "--config",
+        str(ROOT / "configs/quickstart.yaml"),
+        "--print-config",
+        f"out_dir={tmp_path / 'out'}",
+    ]
     train.main(words)
     assert load(words[1], [words[-1]]) == from_dict(read_yaml(capsys.readouterr().out, "it"))
     assert not (tmp_path / "out").exists()
@@ -86,14 +100,30 @@ sys.exit("torch" in sys.modules)
 """
 
 
-@pytest.mark.parametrize("words", [
-    "train --help", "train --help model", "train --config quickstart optim.lrr=1", "train --config quickstart lr=1",
-    "train --config quickstart model.hidden=1", "train --config quickstart model=llama3-9b", "train --confg x",
-    "generate --help", "generate --task diffusion --help", "generate", "merge --help", "bench --help", "nothing",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --help",
+        "train --help model",
+        "train --config quickstart optim.lrr=1",
+        "train --config quickstart lr=1",
+        "train --config quickstart model.hidden=1",
+        "train --config quickstart model=llama3-9b",
+        "train --confg x",
+        "generate --help",
+        "generate --task diffusion --help",
+        "generate",
+        "merge --help",
+        "bench --help",
+        "nothing",
+    ],
+)
 def test_help_and_mistyped_words_do_not_wait_for_torch(words):
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *words.split()], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", WITHOUT_TORCH, *words.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -32,7 +32,8 @@ from tests.helpers.oracle import count_flops
 DENSE = [
     name
     for name, row in ROWS.items()
-    if row["arch"].startswith(("llama3", "qwen2.5", "nemotron4")) and row["task"] != "grpo"  # GRPO prints no TFLOP/s
+    if row["arch"].startswith(("llama3", "qwen2.5", "nemotron4"))
+    and row["task"] != "grpo"  # GRPO prints no TFLOP/s
 ]
 CONVENTION_OF = {
     ("NeMo AutoModel", "pretrain"): automodel,
@@ -46,7 +47,14 @@ HEADS_OF_405B = 16
 # This row's two figures disagree by 2: the config behind it steps over twice the tokens that tokens/s counts.
 TOKENS_HALVED = "nemo-lora-llama3-70b-gb200-8gpu"
 
-DENSE_MODELS = ("llama3-8b", "llama3.1-8b", "qwen2.5-7b", "qwen3-32b", "nemotron4-15b", "gpt3-175b")
+DENSE_MODELS = (
+    "llama3-8b",
+    "llama3.1-8b",
+    "qwen2.5-7b",
+    "qwen3-32b",
+    "nemotron4-15b",
+    "gpt3-175b",
+)
 TWINS = [name + "-tiny" for name in DENSE_MODELS]
 
 
@@ -54,7 +62,9 @@ def test_rows_are_all_there():
     """AutoModel: 1 + 6 dense rows; NeMo 25.04: 5 + 5 + 5 for pretraining, 2 + 2 + 2 for SFT, 3 + 3 + 3 for LoRA."""
     assert len(ROWS) == 69
     assert len(DENSE) == 37
-    assert all(ROWS[name]["tokens_per_sec_per_gpu"] and ROWS[name]["tflops_per_gpu"] for name in DENSE)
+    assert all(
+        ROWS[name]["tokens_per_sec_per_gpu"] and ROWS[name]["tflops_per_gpu"] for name in DENSE
+    )
 
 
 @cache
@@ -92,7 +102,9 @@ def test_published_tokens_turn_into_published_tflops(name):
 def test_exceptions_are_needed():
     """Without them the GB200 LoRA row is off by 2, and 405B's pretraining rows by the 1 % that 8 more heads weigh."""
     row = ROWS[TOKENS_HALVED]
-    assert row["tokens_per_sec_per_gpu"] * row_flops(row) / 1e12 == pytest.approx(row["tflops_per_gpu"] / 2, rel=0.005)
+    assert row["tokens_per_sec_per_gpu"] * row_flops(row) / 1e12 == pytest.approx(
+        row["tflops_per_gpu"] / 2, rel=0.005
+    )
     for name in DENSE:
         row = ROWS[name]
         if row["arch"] == "llama3.1-405b" and row["task"] == "pretrain":
@@ -101,7 +113,10 @@ def test_exceptions_are_needed():
 
 
 # AutoModel took the width of attention for hidden_size, which Nano's 32 heads of 128 channels are not: 4096, not 2688.
-NEMOTRON3 = {"am-pretrain-nemotron-v3-super-120b-64gpu": None, "am-pretrain-nemotron-v3-nano-30b-8gpu": 2688 // 32}
+NEMOTRON3 = {
+    "am-pretrain-nemotron-v3-super-120b-64gpu": None,
+    "am-pretrain-nemotron-v3-nano-30b-8gpu": 2688 // 32,
+}
 
 
 @pytest.mark.parametrize("name", NEMOTRON3)
@@ -109,8 +124,10 @@ def test_published_hybrid_rows(name):
     row, head_dim = ROWS[name], NEMOTRON3[name]
     true = model_config(row["arch"])
     counted = dataclasses.replace(true, head_dim=head_dim or true.head_dim)
-    ours, clean_heads = (row["tokens_per_sec_per_gpu"] * flops_per_token(config, row["seq_len"], automodel) / 1e12
-                         for config in (counted, true))  # fmt: skip
+    ours, clean_heads = (
+        row["tokens_per_sec_per_gpu"] * flops_per_token(config, row["seq_len"], automodel) / 1e12
+        for config in (counted, true)
+    )
     assert ours == pytest.approx(row["tflops_per_gpu"], rel=0.005)
     assert (head_dim is None) == (clean_heads == pytest.approx(row["tflops_per_gpu"], rel=0.005))
 
@@ -126,14 +143,21 @@ def test_hybrid_by_hand():
     assert work.routers == 23 * 128 * h
     assert work.state == 23 * d * 128
     assert work.attention == 6 * 32 * 128
-    assert clean(work, 4096) == 6 * (work.weights + work.routers) + 6 * work.attention * 4096 + 12 * work.state
+    assert (
+        clean(work, 4096)
+        == 6 * (work.weights + work.routers) + 6 * work.attention * 4096 + 12 * work.state
+    )
 
 
 def counted_flops(model: Decoder, batch: int, seq_len: int) -> tuple[int, int]:
     """FLOPs of a forward and backward pass as torch counts them: linear layers; attention, which it counts in full."""
     tokens = torch.zeros(batch, seq_len, dtype=torch.long, device=model.head_weight.device)
     counts = count_flops(lambda: model(tokens).sum().backward())
-    assert counts.keys() == {"aten.mm", "aten.bmm"} or counts.keys() == {"aten.mm", "aten.bmm", "aten.addmm"}
+    assert counts.keys() == {"aten.mm", "aten.bmm"} or counts.keys() == {
+        "aten.mm",
+        "aten.bmm",
+        "aten.addmm",
+    }
     return counts["aten.mm"] + counts.get("aten.addmm", 0), counts["aten.bmm"]
 
 
@@ -152,7 +176,9 @@ def test_clean_is_what_torch_counts(name):
 
 
 def test_clean_is_what_torch_counts_where_heads_are_wider_than_hidden_and_the_head_is_tied():
-    config = model_config("qwen3-32b-tiny", head_dim=32, num_key_value_heads=2, tie_word_embeddings=True)
+    config = model_config(
+        "qwen3-32b-tiny", head_dim=32, num_key_value_heads=2, tie_word_embeddings=True
+    )
     with torch.device("meta"):
         model = Decoder(config)
     assert_clean_equals_counted(model, adapters=0, batch=1, seq_len=80)
@@ -163,7 +189,9 @@ def test_clean_is_what_torch_counts_where_heads_are_wider_than_hidden_and_the_he
 def test_clean_lora_is_what_torch_counts_with_peft(name, targets):
     config = model_config(name)
     with torch.device("meta"):
-        model = inject_adapter_in_model(LoraConfig(r=4, target_modules=list(targets)), Decoder(config))
+        model = inject_adapter_in_model(
+            LoraConfig(r=4, target_modules=list(targets)), Decoder(config)
+        )
     # Nothing below the first layer trains; without this autograd would skip the gradients of that layer's inputs.
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, x: x.requires_grad_())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -175,7 +203,9 @@ def test_clean_lora_is_what_torch_counts_with_peft(name, targets):
 def test_weights_and_parameters_by_hand(name):
     c, work = model_config(name), count_work(model_config(name))
     mlp = c.hidden_size * c.intermediate_size * (3 if c.mlp == "swiglu" else 2)
-    projections = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+    projections = (
+        c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+    )
     assert work.weights == c.num_layers * (mlp + projections) + c.vocab_size * c.hidden_size
     biases = c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads) if c.qkv_bias else 0
     if c.mlp == "gelu":  # GPT-3: biases everywhere, learned positions
@@ -221,7 +251,8 @@ def test_packs_too_short_for_squad_are_refused():
 EXPERTS = [
     name
     for name, row in ROWS.items()
-    if row["arch"].startswith(("mixtral", "deepseek", "kimi", "qwen3-30b", "gpt-oss")) and row["task"] != "grpo"
+    if row["arch"].startswith(("mixtral", "deepseek", "kimi", "qwen3-30b", "gpt-oss"))
+    and row["task"] != "grpo"
 ]
 # AutoModel took GPT-OSS's heads to be hidden / heads = 45 wide until July 2026; they are 64.
 HEAD_DIM_OF_GPT_OSS = dict(head_dim=45, partial_rotary_factor=44 / 45)
@@ -231,18 +262,26 @@ CAUSAL = "mixtral-8x22b"
 
 @cache
 def experts_work(arch: str, true_heads: bool = True) -> Work:
-    return count_work(dataclasses.replace(model_config(arch), **({} if true_heads else HEAD_DIM_OF_GPT_OSS)))
+    return count_work(
+        dataclasses.replace(model_config(arch), **({} if true_heads else HEAD_DIM_OF_GPT_OSS))
+    )
 
 
 def experts_flops(row: dict, true_heads: bool = True) -> float:
-    convention = automodel if row["arch"] == CAUSAL else CONVENTION_OF[row["framework"], row["task"]]
+    convention = (
+        automodel if row["arch"] == CAUSAL else CONVENTION_OF[row["framework"], row["task"]]
+    )
     return convention(experts_work(row["arch"], true_heads), row["seq_len"])
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_published_tokens_of_expert_models(name):
     row = ROWS[name]
-    found = row["tokens_per_sec_per_gpu"] * experts_flops(row, not row["arch"].startswith("gpt-oss")) / 1e12
+    found = (
+        row["tokens_per_sec_per_gpu"]
+        * experts_flops(row, not row["arch"].startswith("gpt-oss"))
+        / 1e12
+    )
     assert found == pytest.approx(row["tflops_per_gpu"], rel=0.0025)
 
 
@@ -258,7 +297,9 @@ def test_expert_rows_are_all_there_and_the_exceptions_needed():
             assert row["tokens_per_sec_per_gpu"] * full / 1e12 / row["tflops_per_gpu"] > 1.3
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b-tiny", "qwen3-30b-a3b-tiny", "deepseek-v3-tiny", "kimi-k2-tiny"])
+@pytest.mark.parametrize(
+    "name", ["mixtral-8x7b-tiny", "qwen3-30b-a3b-tiny", "deepseek-v3-tiny", "kimi-k2-tiny"]
+)
 def test_clean_is_what_torch_counts_with_experts(name):
     config, batch, seq_len = model_config(name), 2, 48
     model = Decoder(config)
@@ -271,13 +312,18 @@ def test_clean_is_what_torch_counts_with_experts(name):
     assert batch * seq_len * clean(work, seq_len) == sum(counts.values()) - counts["aten.bmm"] / 2
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3", "kimi-k2", "gpt-oss-20b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-30b-a3b", "deepseek-v3", "kimi-k2", "gpt-oss-20b", "mixtral-8x7b"]
+)
 def test_active_weights_as_published(name):
     """Active parameters without the input embedding, as model cards count them, less all that is no matrix."""
     active = {
-        "qwen3-30b-a3b": 3_041_867_776, "deepseek-v3": 36_625_603_584, "kimi-k2": 31_687_072_768,
-        "gpt-oss-20b": 3_608_307_264, "mixtral-8x7b": 12_748_853_248,
-    }  # fmt: skip
+        "qwen3-30b-a3b": 3_041_867_776,
+        "deepseek-v3": 36_625_603_584,
+        "kimi-k2": 31_687_072_768,
+        "gpt-oss-20b": 3_608_307_264,
+        "mixtral-8x7b": 12_748_853_248,
+    }
     work = count_work(model_config(name))
     assert work.weights + work.routers == pytest.approx(active[name], rel=1e-3)
     assert work.weights + work.routers < active[name]

@@ -11,7 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.run.monitor import hardware
-from minitrain.run.monitor.hardware import LINUX_STATUS, describe, measure_matmul, peak_flops, peak_memory_bytes
+from minitrain.run.monitor.hardware import (
+    LINUX_STATUS,
+    describe,
+    measure_matmul,
+    peak_flops,
+    peak_memory_bytes,
+)
 from tests.bench.test_rows import ROWS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -32,7 +38,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_peaks_by_device_name(name, bf16):
     assert peak_flops(name, torch.bfloat16) == bf16
-    assert peak_flops(name, torch.float8_e4m3fn) == peak_flops(name, torch.float8_e5m2) == 2 * bf16
+    assert (
+        peak_flops(name, torch.float8_e4m3fn) == peak_flops(name, torch.float8_e5m2) == 2 * bf16
+    )
 
 
 def test_plain_fp32_peaks():
@@ -47,14 +55,22 @@ def test_unknown_devices_have_no_peak():
     assert peak_flops("NVIDIA H200", torch.int8) is None
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS.values() if "tflops_per_gpu" in row], ids=lambda row: row["id"])
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS.values() if "tflops_per_gpu" in row], ids=lambda row: row["id"]
+)
 def test_published_rows_reach_a_plausible_share_of_the_peak(row):
     fp8 = row.get("precision", "bf16").startswith("fp8")
-    share = row["tflops_per_gpu"] * 1e12 / peak_flops(row["system"], torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    share = (
+        row["tflops_per_gpu"]
+        * 1e12
+        / peak_flops(row["system"], torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    )
     assert 0.15 < share < 0.6
 
 
-@pytest.mark.parametrize("rate", [2e9, 2e10, 6e10])  # one of 256 takes 17 ms; one of 1024, 0.11 s and 0.04 s
+@pytest.mark.parametrize(
+    "rate", [2e9, 2e10, 6e10]
+)  # one of 256 takes 17 ms; one of 1024, 0.11 s and 0.04 s
 @pytest.mark.parametrize("stalls", [(), (2, 5)])
 def test_matmul_rate_of_a_machine_with_a_known_rate(monkeypatch, rate, stalls):
     """The clock shows the FLOPs that torch has counted so far, over `rate`; some runs are held up for a second."""
@@ -84,7 +100,10 @@ def resident_bytes() -> int:
 def test_peak_memory_rises_by_what_is_allocated_above_it_and_stays():
     held, slack = resident_bytes(), 2**23
     block = torch.ones(peak_memory_bytes(CPU) - held + 2**29, dtype=torch.uint8)
-    least, most = resident_bytes(), held + block.nbytes  # the kernel may take pages of libraries meanwhile
+    least, most = (
+        resident_bytes(),
+        held + block.nbytes,
+    )  # the kernel may take pages of libraries meanwhile
     assert block.nbytes < least and least - slack < peak_memory_bytes(CPU) < most + slack
     del block
     assert least - slack < peak_memory_bytes(CPU) < most + slack
@@ -104,7 +123,9 @@ def test_peak_memory_leaves_out_the_process_that_started_this_one():
 def test_peak_memory_elsewhere(monkeypatch):
     """getrusage(2) on macOS: ru_maxrss is in bytes."""
     monkeypatch.setattr(hardware, "LINUX_STATUS", Path("/does/not/exist"))
-    monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
+    monkeypatch.setattr(
+        hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000)
+    )
     assert peak_memory_bytes(CPU) == 3000
 
 

@@ -13,24 +13,43 @@ from minitrain.run.config.load import from_dict
 from minitrain.run.monitor import meter
 from minitrain.run.monitor.flops import clean, count_work, step_flops
 from minitrain.run.monitor.meter import Meter
-from minitrain.run.monitor.progress import LAYOUT, bar_width, fitting, next_command, telling, validation
+from minitrain.run.monitor.progress import (
+    LAYOUT,
+    bar_width,
+    fitting,
+    next_command,
+    telling,
+    validation,
+)
 from minitrain.run.tasks import rows_task as train_model
 
 MODEL = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258}
-TINY = {"model": MODEL, "batch": {"global": 4, "micro": 2, "seq_len": 32}, "steps": 4, "device": "cpu"}
+TINY = {
+    "model": MODEL,
+    "batch": {"global": 4, "micro": 2, "seq_len": 32},
+    "steps": 4,
+    "device": "cpu",
+}
 
 
-@pytest.mark.parametrize("steps, numbers, told", [
-    (900, {"loss": 1.3}, "loss 1.3000 = 1.876 bits/byte, tokens/s 12,345"),
-    (100_000, {"loss": 12.3456}, "loss 12.3456 = 17.811 bits/byte, tokens/s 12,345"),
-    (20, {"loss": 1e-5, "reward": 0.9371}, "reward 0.937"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "steps, numbers, told",
+    [
+        (900, {"loss": 1.3}, "loss 1.3000 = 1.876 bits/byte, tokens/s 12,345"),
+        (100_000, {"loss": 12.3456}, "loss 12.3456 = 17.811 bits/byte, tokens/s 12,345"),
+        (20, {"loss": 1e-5, "reward": 0.9371}, "reward 0.937"),
+    ],
+)
 def test_the_bar_fits_eighty_columns(monkeypatch, steps, numbers, told):
     for columns in (200, 80, 50):
         monkeypatch.setenv("COLUMNS", str(columns))
-        text = telling(numbers | {"tokens_per_sec": 12345.4}, 1.0 if numbers["loss"] > 1 else None)
+        text = telling(
+            numbers | {"tokens_per_sec": 12345.4}, 1.0 if numbers["loss"] > 1 else None
+        )
         assert text.startswith(told)
-        bar = tqdm.format_meter(steps, steps, 98765.0, ncols=bar_width(), bar_format=LAYOUT, postfix=text, initial=0)
+        bar = tqdm.format_meter(
+            steps, steps, 98765.0, ncols=bar_width(), bar_format=LAYOUT, postfix=text, initial=0
+        )
         assert len(bar) <= min(80, columns)
         if columns >= 80:
             assert bar.endswith(text) and "|" in bar
@@ -38,7 +57,9 @@ def test_the_bar_fits_eighty_columns(monkeypatch, steps, numbers, told):
 
 def test_no_figure_of_the_bar_is_cut(monkeypatch):
     """With losses of many sources, also where hours are left: whole figures, as many as fit."""
-    numbers = {"loss": 1.3, "tokens_per_sec": 12345.4} | {f"loss/source-{n}": n / 7 for n in range(9)}
+    numbers = {"loss": 1.3, "tokens_per_sec": 12345.4} | {
+        f"loss/source-{n}": n / 7 for n in range(9)
+    }
     whole = telling(numbers).split(", ")
     for columns, figures in ((80, 3), (60, 2), (50, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -48,15 +69,21 @@ def test_no_figure_of_the_bar_is_cut(monkeypatch):
         assert bar.endswith(f"74:55:00 left, {text}") and len(bar) == columns
 
 
-@pytest.mark.parametrize("numbers, told", [
-    ({"val_loss": 1.3, "val_bits_per_byte": 1.3 / math.log(2)}, "1.300 nats = 1.876 bits/byte"),
-    ({"val_loss": 1.3, "val_exact_match": 0.946}, "1.300 nats, exact match 94.6%"),
-    ({"val_loss": 0.5, "video_tokens": 8.0}, "0.500"),
-    ({"val_loss": 25.0, "reward_accuracy": 0.5}, "25.000"),  # IPO's is a square
-    ({"val_greedy": 0.5, "val_pass@8": 0.75, "reward": 0.1}, "greedy 50.0%, pass@8 75.0%"),
-    ({f"val_pass@{n}": 1.0 for n in (1, 2, 4, 8, 16)}, "pass@1 100.0%, pass@16 100.0%"),
-    ({"loss": 1.0}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "numbers, told",
+    [
+        (
+            {"val_loss": 1.3, "val_bits_per_byte": 1.3 / math.log(2)},
+            "1.300 nats = 1.876 bits/byte",
+        ),
+        ({"val_loss": 1.3, "val_exact_match": 0.946}, "1.300 nats, exact match 94.6%"),
+        ({"val_loss": 0.5, "video_tokens": 8.0}, "0.500"),
+        ({"val_loss": 25.0, "reward_accuracy": 0.5}, "25.000"),  # IPO's is a square
+        ({"val_greedy": 0.5, "val_pass@8": 0.75, "reward": 0.1}, "greedy 50.0%, pass@8 75.0%"),
+        ({f"val_pass@{n}": 1.0 for n in (1, 2, 4, 8, 16)}, "pass@1 100.0%, pass@16 100.0%"),
+        ({"loss": 1.0}, ""),
+    ],
+)
 def test_the_line_of_a_validation(numbers, told):
     assert validation(numbers) == told
 
@@ -68,47 +95,83 @@ def test_the_end_of_a_run_in_six_lines(tmp_path, capsys):
     tree = TINY | {
         "data": {"kind": "text", "path": str(text), "validation": 0.3},
         "optim": {"lr": 0.01, "warmup": 0, "schedule": "constant"},
-        "validation": {"every": 2, "batches": 1}, "out_dir": str(tmp_path / "out"),
-    }  # fmt: skip
+        "validation": {"every": 2, "batches": 1},
+        "out_dir": str(tmp_path / "out"),
+    }
     train_model.train(from_dict(tree))
-    train_model.train(from_dict(tree | {"steps": 6, "optim": tree["optim"] | {"lr": 1.0}}))  # which makes it worse
+    train_model.train(
+        from_dict(tree | {"steps": 6, "optim": tree["optim"] | {"lr": 1.0}})
+    )  # which makes it worse
     shown = capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    found = re.findall(r"^step (\d)  val ([\d.]+) nats = ([\d.]+) bits/byte(, best)?$", shown, re.MULTILINE)
+    lines = [
+        json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    ]
+    found = re.findall(
+        r"^step (\d)  val ([\d.]+) nats = ([\d.]+) bits/byte(, best)?$", shown, re.MULTILINE
+    )
     tested = [line for line in lines if "val_loss" in line]
     expected = [[f"{x['val_loss']:.3f}", f"{x['val_bits_per_byte']:.3f}"] for x in tested]
-    assert [[*each[1:3]] for each in found] == expected and [each[0] for each in found] == ["2", "4", "6"]
+    assert [[*each[1:3]] for each in found] == expected and [each[0] for each in found] == [
+        "2",
+        "4",
+        "6",
+    ]
     assert [each[3] for each in found] == [", best", ", best", ""]
     *_, time, validation, speed, memory, files, following = shown.splitlines()
     assert re.fullmatch(r"time        2 steps in 0:0\d:\d\d", time)
     best, last = (f"{loss} nats = {bits} bits/byte" for loss, bits in (expected[1], expected[2]))
     assert validation == f"validation  best {best} at step 4; last {last}"
     rate = sum(line["tokens_per_sec"] for line in lines[1:]) / 5
-    assert speed.startswith(f"speed       {rate:,.0f} tokens/s, MFU ") and speed.endswith("of a large matmul here")
+    assert speed.startswith(f"speed       {rate:,.0f} tokens/s, MFU ") and speed.endswith(
+        "of a large matmul here"
+    )
     peak = max(line["peak_memory_gib"] for line in lines)
     assert memory == f"memory      {peak:.2f} GiB at the peak, on the first rank"
-    assert files == f"files       {tmp_path}/out holds the model, metrics.jsonl, curves.svg and checkpoints/"
-    assert following == f'next        python -m minitrain.generate --model {tmp_path}/out --prompt "..."'
+    assert (
+        files
+        == f"files       {tmp_path}/out holds the model, metrics.jsonl, curves.svg and checkpoints/"
+    )
+    assert (
+        following
+        == f'next        python -m minitrain.generate --model {tmp_path}/out --prompt "..."'
+    )
     assert "<svg" in (tmp_path / "out/curves.svg").read_text()
 
 
-@pytest.mark.parametrize("tree, command", [
-    ({"data": {"kind": "mock"}}, "minitrain curves out/a\\ b"),
-    ({"task": "sft"}, "minitrain.generate --model out/a\\ b --chat --prompt"),
-    ({"lora": {}}, "minitrain curves out"),  # over random weights, which no file holds
-    ({"task": "diffusion", "data": {"kind": "shapes"}, "model": {"name": "wan2.1-14b-tiny"}},
-     "minitrain.generate --model out/a\\ b --task diffusion --prompts shapes --out"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tree, command",
+    [
+        ({"data": {"kind": "mock"}}, "minitrain curves out/a\\ b"),
+        ({"task": "sft"}, "minitrain.generate --model out/a\\ b --chat --prompt"),
+        ({"lora": {}}, "minitrain curves out"),  # over random weights, which no file holds
+        (
+            {
+                "task": "diffusion",
+                "data": {"kind": "shapes"},
+                "model": {"name": "wan2.1-14b-tiny"},
+            },
+            "minitrain.generate --model out/a\\ b --task diffusion --prompts shapes --out",
+        ),
+    ],
+    ids=str,
+)
 def test_the_next_command_is_one_for_what_was_made(tree, command):
     config = SimpleNamespace(
-        task="pretrain", lora=None, out_dir="out/a b", model=SimpleNamespace(path=""),
+        task="pretrain",
+        lora=None,
+        out_dir="out/a b",
+        model=SimpleNamespace(path=""),
         data=SimpleNamespace(kind="jsonl", tokenizer="bytes", sources=[]),
-    )  # fmt: skip
+    )
     for key, value in tree.items():
         if isinstance(value, dict):
             value = SimpleNamespace(**value, path="", tokenizer="bytes", sources=[])
         setattr(config, key, value)
-    assert next_command(config, config.out_dir).replace("'out/a b'", "out/a\\ b").startswith(f"python -m {command}")
+    assert (
+        next_command(config, config.out_dir)
+        .replace("'out/a b'", "out/a\\ b")
+        .startswith(f"python -m {command}")
+    )
 
 
 def test_each_steps_cost_is_that_of_its_tokens(monkeypatch):

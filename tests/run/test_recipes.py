@@ -29,7 +29,14 @@ LINES = {
     "pairs.jsonl": {"prompt": "1+%d?", "chosen": "2", "rejected": "Two."},
     "problems.jsonl": {"question": "How much is 1 + %d?", "answer": "Sum. #### 2"},
 }
-SMALL = ["device=cpu", "precision=fp32", "compile=false", "steps=2", "optim.warmup=1", "checkpoint.asynchronous=false"]
+SMALL = [
+    "device=cpu",
+    "precision=fp32",
+    "compile=false",
+    "steps=2",
+    "optim.warmup=1",
+    "checkpoint.asynchronous=false",
+]
 LANGUAGE = ["batch.global=8", "batch.micro=2", "batch.seq_len=64", "validation.batches=1"]
 RECIPES = {
     "sft-chats": [],
@@ -55,7 +62,12 @@ RECIPES = {
         "rollout.compile=false",
         "data.validation=0.2",
     ],
-    "grpo-own-reward": ["grpo.prompts=4", "grpo.group=2", "rollout.max_tokens=4", "rollout.compile=false"],
+    "grpo-own-reward": [
+        "grpo.prompts=4",
+        "grpo.group=2",
+        "rollout.max_tokens=4",
+        "rollout.compile=false",
+    ],
     "wan-lora": ["batch.micro=2", "batch.seq_len=16"],
 }
 SHORT_ANSWER = "def reward(response, answer, row):\n    return float(answer in response) - len(response) / 1000\n"
@@ -112,4 +124,6 @@ def test_a_recipe_runs_as_its_head_says(downloads, name):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert any(key.startswith("val") for key in lines[-1])
-    assert (out / ("adapter_model.safetensors" if name in ADAPTERS else "model.safetensors")).exists()
+    assert (
+        out / ("adapter_model.safetensors" if name in ADAPTERS else "model.safetensors")
+    ).exists()

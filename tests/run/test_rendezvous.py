@@ -13,7 +13,9 @@ import torch.distributed as dist
 from minitrain.errors import InputError
 from minitrain.run.launch import rendezvous
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits are raised on Linux alone")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="limits are raised on Linux alone"
+)
 
 
 def test_a_node_whose_gpus_are_not_found():
@@ -43,7 +45,12 @@ def test_ranks_that_do_not_start_are_named():
 def test_a_rank_that_meets_nobody_is_told_where(monkeypatch):
     with socket.create_server(("localhost", 0)) as other:
         port = other.getsockname()[1]
-        for name, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        for name, value in {
+            "WORLD_SIZE": 2,
+            "RANK": 0,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        }.items():
             monkeypatch.setenv(name, str(value))
         met = f"cannot meet the others at localhost:{port}: The"
         with pytest.raises(InputError, match=f"^rank 0 {met} server .*address already in use"):

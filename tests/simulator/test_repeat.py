@@ -15,9 +15,12 @@ from minitrain.simulator.repeat import Recording, RepeatedGraph
 from minitrain.simulator.trace import Trace, Tracer
 
 TREE = {
-    "model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 4, "micro": 1, "seq_len": 64},
-    "parallel": {"dp_shard": 2, "tp": 2}, "compile": True, "recompute": 2,
-}  # fmt: skip
+    "model": {"name": "llama3-8b-tiny", "num_layers": 2},
+    "batch": {"global": 4, "micro": 1, "seq_len": 64},
+    "parallel": {"dp_shard": 2, "tp": 2},
+    "compile": True,
+    "recompute": 2,
+}
 
 
 def numbered(trace: Trace) -> tuple:
@@ -28,12 +31,26 @@ def numbered(trace: Trace) -> tuple:
         return [(storages.setdefault(number, len(storages)), size) for number, size in used]
 
     events = [
-        (e.name, e.kind, e.flops, seen(e.reads), seen(e.writes), e.sizes, e.element, e.payload, e.dimension,
-         groups.setdefault(e.group, len(groups)))
+        (
+            e.name,
+            e.kind,
+            e.flops,
+            seen(e.reads),
+            seen(e.writes),
+            e.sizes,
+            e.element,
+            e.payload,
+            e.dimension,
+            groups.setdefault(e.group, len(groups)),
+        )
         for e in trace.events
-    ]  # fmt: skip
+    ]
     last = len(events) - 1  # what dies later, does so with the model
-    died = {storages[number]: when for number, when in trace.died.items() if number in storages and when < last}
+    died = {
+        storages[number]: when
+        for number, when in trace.died.items()
+        if number in storages and when < last
+    }
     return events, died, trace.marks, trace.peak, trace.peak_at
 
 
@@ -44,13 +61,17 @@ def traced(tree: dict) -> Trace:
     gc.disable()
     try:
         with torch._dynamo.config.patch(run_gc_after_compile=False):
-            return fake_world.trace_step(configs.from_dict(tree | {"device": "cpu"}), world_size=4)
+            return fake_world.trace_step(
+                configs.from_dict(tree | {"device": "cpu"}), world_size=4
+            )
     finally:
         gc.enable()
 
 
 def test_repeated_graphs_leave_the_same_trace(monkeypatch):
-    traced(TREE)  # the first of a process leaves cycles that hold tensors: of what the compiler sets up once
+    traced(
+        TREE
+    )  # the first of a process leaves cycles that hold tensors: of what the compiler sets up once
     calls = []
     repeat = Recording.repeat
     monkeypatch.setattr(Recording, "repeat", lambda *args: calls.append(1) or repeat(*args))
@@ -98,8 +119,17 @@ def part(first, rows=12):
     return [torch.ones(rows, 6)[first : first + 6], torch.ones(6, 6), 2]
 
 
-CALLS = [two, one, lambda: one((3, 6)), lambda: [*two()[:2], 3], lambda: [x.t() for x in two()[:2]] + [2],
-         lambda: [*torch.ones(12, 6).chunk(2), 2], lambda: part(0), lambda: part(6), lambda: part(6, 18)]  # fmt: skip
+CALLS = [
+    two,
+    one,
+    lambda: one((3, 6)),
+    lambda: [*two()[:2], 3],
+    lambda: [x.t() for x in two()[:2]] + [2],
+    lambda: [*torch.ones(12, 6).chunk(2), 2],
+    lambda: part(0),
+    lambda: part(6),
+    lambda: part(6, 18),
+]
 
 
 def calls_of(run: Callable) -> tuple:
@@ -114,16 +144,26 @@ def calls_of(run: Callable) -> tuple:
             assert not inputs
             found = [x for x in outputs if isinstance(x, Tensor)]
             storages = [x.untyped_storage() for x in found]
-            layouts = [(x.dtype, x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes()) for x in found]
+            layouts = [
+                (x.dtype, x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes())
+                for x in found
+            ]
             shared = [storages.index(x) for x in storages]
             returned.append(
-                (layouts, shared, list(map(tracer.number, found)), [x for x in outputs if not isinstance(x, Tensor)])
+                (
+                    layouts,
+                    shared,
+                    list(map(tracer.number, found)),
+                    [x for x in outputs if not isinstance(x, Tensor)],
+                )
             )
             del outputs, found, storages
     return returned, tracer.trace
 
 
-@pytest.mark.parametrize("function, repeats", [(views, 2), (changed, 2), (other_type, 0), (Constant(), 0)])
+@pytest.mark.parametrize(
+    "function, repeats", [(views, 2), (changed, 2), (other_type, 0), (Constant(), 0)]
+)
 def test_repeated_calls_return_and_leave_the_same(function, repeats, monkeypatch):
     """On inputs that share a storage or do not, of other shapes, strides and offsets, and with other numbers."""
     counts, repeat = [], Recording.repeat

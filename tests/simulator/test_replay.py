@@ -5,12 +5,18 @@ import pytest
 from minitrain.parallel.pipeline_split import V_SHAPED, rank_of
 from minitrain.simulator.replay import replay, schedule_order
 
-FORWARD, INPUTS, WEIGHTS = 1.0, 1.25, 0.75  # seconds of one rank's layers: forward, gradients of inputs, of weights
+FORWARD, INPUTS, WEIGHTS = (
+    1.0,
+    1.25,
+    0.75,
+)  # seconds of one rank's layers: forward, gradients of inputs, of weights
 WHOLE = FORWARD + INPUTS + WEIGHTS
 RANKS, BATCHES = 4, 8
 
 
-def idle(schedule: str, stages_per_rank: int, f=FORWARD, i=INPUTS, w=WEIGHTS, message=0.0) -> float:
+def idle(
+    schedule: str, stages_per_rank: int, f=FORWARD, i=INPUTS, w=WEIGHTS, message=0.0
+) -> float:
     """Seconds that the first rank waits until all are done."""
     share = {"F": f, "B": i + w, "I": i, "W": w}
     order = schedule_order(schedule, RANKS, BATCHES, stages_per_rank)
@@ -18,20 +24,25 @@ def idle(schedule: str, stages_per_rank: int, f=FORWARD, i=INPUTS, w=WEIGHTS, me
     return max(result.finished) - BATCHES * (f + i + w)
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank", "expected"), [
-    ("GPipe", 1, (RANKS - 1) * WHOLE),
-    ("1F1B", 1, (RANKS - 1) * WHOLE),
-    ("LoopedBFS", 2, (RANKS - 1) * WHOLE / 2),
-    ("Interleaved1F1B", 2, (RANKS - 1) * WHOLE / 2),
-    ("Interleaved1F1B", 4, (RANKS - 1) * WHOLE / 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank", "expected"),
+    [
+        ("GPipe", 1, (RANKS - 1) * WHOLE),
+        ("1F1B", 1, (RANKS - 1) * WHOLE),
+        ("LoopedBFS", 2, (RANKS - 1) * WHOLE / 2),
+        ("Interleaved1F1B", 2, (RANKS - 1) * WHOLE / 2),
+        ("Interleaved1F1B", 4, (RANKS - 1) * WHOLE / 4),
+    ],
+)
 def test_idle_time_is_that_of_the_literature(schedule, stages_per_rank, expected):
     """Huang et al. 2018; Narayanan et al. 2021, section 2.2: (n - 1) / v of a micro-batch's time."""
     assert idle(schedule, stages_per_rank) == pytest.approx(expected)
 
 
 def test_zero_bubble_schedules_idle_less():
-    assert idle("ZBVZeroBubble", 2, 1, 1, 1) == pytest.approx((RANKS - 1) / 2)  # Qi et al. 2023, section 6
+    assert idle("ZBVZeroBubble", 2, 1, 1, 1) == pytest.approx(
+        (RANKS - 1) / 2
+    )  # Qi et al. 2023, section 6
     assert idle("InterleavedZeroBubble", 2) < idle("Interleaved1F1B", 2)
     assert idle("DualPipeV", 2) < idle("Interleaved1F1B", 2)
 
@@ -40,10 +51,16 @@ def test_messages_delay_by_hand():
     """Two ranks, one micro-batch: F0, message, F1, B1, message, B0."""
     result = replay(schedule_order("1F1B", 2, 1, 1), lambda action: 1.0, 0.5)
     assert result.spans == {
-        (0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.5, 2.5), (1, "B", 0): (2.5, 3.5), (0, "B", 0): (4.0, 5.0)
-    }  # fmt: skip
+        (0, "F", 0): (0.0, 1.0),
+        (1, "F", 0): (1.5, 2.5),
+        (1, "B", 0): (2.5, 3.5),
+        (0, "B", 0): (4.0, 5.0),
+    }
     assert result.busy() == [2.0, 2.0]
-    assert result.lanes(step=6.0, columns=12) == ["FF......BBUU", "...FFBBUUUUU"]  # and an update from 5.0 on
+    assert result.lanes(step=6.0, columns=12) == [
+        "FF......BBUU",
+        "...FFBBUUUUU",
+    ]  # and an update from 5.0 on
 
 
 def test_messages_of_two_ranks_travel_one_after_the_other():
@@ -58,7 +75,10 @@ def test_messages_of_two_ranks_travel_one_after_the_other():
 @pytest.mark.parametrize(("ready", "end"), [([0.25, 1.75], 5.25), ([0.0, 2.0], 5.5)])
 def test_a_rank_that_is_not_ready_delays_only_what_has_come(ready, end):
     """As above: the second rank's input comes 1.5 after the first rank begins."""
-    assert max(replay(schedule_order("1F1B", 2, 1, 1), lambda action: 1.0, 0.5, ready).finished) == end
+    assert (
+        max(replay(schedule_order("1F1B", 2, 1, 1), lambda action: 1.0, 0.5, ready).finished)
+        == end
+    )
 
 
 def test_a_schedule_that_waits_for_itself_is_told():

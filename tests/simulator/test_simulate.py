@@ -23,7 +23,13 @@ from minitrain.run.monitor.flops import count_work, visible_share
 from minitrain.settings import Lora
 from minitrain.simulator import sweep
 from minitrain.simulator.chrome import write_trace
-from minitrain.simulator.fake_world import counting_mask, fake_attend, fake_world, stand_ins, trace_step
+from minitrain.simulator.fake_world import (
+    counting_mask,
+    fake_attend,
+    fake_world,
+    stand_ins,
+    trace_step,
+)
 from minitrain.simulator.replay import Replay
 from minitrain.simulator.simulate import (
     Simulation,
@@ -38,16 +44,20 @@ from minitrain.simulator.timeline import Span, Timeline, load_system
 from minitrain.simulator.trace import Event, Trace, Tracer
 
 TREE = {
-    "model": {"name": "llama3-8b-tiny", "num_layers": 1}, "batch": {"global": 10, "micro": 1, "seq_len": 64},
-    "parallel": {"dp_shard": 2}, "device": "cpu",
-}  # fmt: skip
+    "model": {"name": "llama3-8b-tiny", "num_layers": 1},
+    "batch": {"global": 10, "micro": 1, "seq_len": 64},
+    "parallel": {"dp_shard": 2},
+    "device": "cpu",
+}
 
 
 def test_few_micro_batches_stand_for_all_exactly():
     config = configs.from_dict(TREE)
     small = few_micro_batches(config)
     whole, part = trace_step(config, 2), trace_step(small, 2)
-    assert (micro_batches(config), small.batch.global_) == (5, 6) and len(part.events) < len(whole.events)
+    assert (micro_batches(config), small.batch.global_) == (5, 6) and len(part.events) < len(
+        whole.events
+    )
     simulation = Simulation({0: part}, {}, 5, 3, 0.0)
     times = simulation.times()
     assert part.flops(times) == whole.flops() > part.flops()
@@ -61,17 +71,23 @@ def test_weights_that_stay_gathered_are_no_activations(fp8):
     """bf16: two bytes of each weight. FP8: one of the blocks', one more transposed, and one of each shard's, with a
     scale of 16 bytes for each of a block's seven."""
     parallel = {"dp_shard": 2, "reshard_after_forward": False}
-    kind = {"precision": "fp8", "fp8": {"keep_transposed": True}} if fp8 else {"precision": "bf16"}
+    kind = (
+        {"precision": "fp8", "fp8": {"keep_transposed": True}} if fp8 else {"precision": "bf16"}
+    )
     config = configs.from_dict(TREE | kind | {"parallel": parallel})
     weights = dict(Decoder(config.model.config).named_parameters())
-    whole, in_blocks = (sum(p.numel() for n, p in weights.items() if p.dim() > least) for least in (0, 1))
+    whole, in_blocks = (
+        sum(p.numel() for n, p in weights.items() if p.dim() > least) for least in (0, 1)
+    )
     in_blocks -= weights["model.embed_tokens.weight"].numel() + weights["lm_head.weight"].numel()
     peak = trace_step(config, 2).peak
     assert peak["gathered"] == 2 * whole + 4  # and the gradient's norm
     assert peak["parameters"] == 4 * whole // 2 + (in_blocks // 2 + 7 * 16) * fp8
 
 
-@pytest.mark.parametrize("layout, share", [({"reshard_after_forward": False}, 1), ({"dp_replicate": 2}, 2)])
+@pytest.mark.parametrize(
+    "layout, share", [({"reshard_after_forward": False}, 1), ({"dp_replicate": 2}, 2)]
+)
 def test_gradients_that_wait_for_other_ranks_are_no_activations(layout, share):
     """In fp32, between micro-batches: whole ones, or a half that replicas have not summed yet."""
     config = configs.from_dict(TREE | {"precision": "bf16", "parallel": {"dp_shard": 2} | layout})
@@ -83,8 +99,16 @@ def test_breakdown_adds_up_to_the_step():
     """Of four micro-batches two were traced: what belongs to the typical one happens three times."""
     config = configs.from_dict(TREE)
     trace = trace_step(few_micro_batches(config), 2)
-    typical = min(index for index, count in enumerate(Simulation({0: trace}, {}, 4, 2, 0.0).times()) if count == 3)
-    once = next(index for index, count in enumerate(Simulation({0: trace}, {}, 4, 2, 0.0).times()) if count == 1)
+    typical = min(
+        index
+        for index, count in enumerate(Simulation({0: trace}, {}, 4, 2, 0.0).times())
+        if count == 3
+    )
+    once = next(
+        index
+        for index, count in enumerate(Simulation({0: trace}, {}, 4, 2, 0.0).times())
+        if count == 1
+    )
     spans = [
         Span("compute", "mm", "gemm", 0.0, 1.0, 0.0, once),
         Span("dp_shard", "all_gather", "collective", 0.5, 1.5, 0.0, once),
@@ -92,18 +116,28 @@ def test_breakdown_adds_up_to_the_step():
     ]
     parts = {"gemm": 1.0, "memory": 3 * 0.5}
     alone = Simulation({0: trace}, {0: Timeline(spans)}, 4, 2, 5.0)
-    assert alone.breakdown() == parts | {"exposed communication": 3 * 0.5, "tail": 1.0, "gaps": 0.0}
+    assert alone.breakdown() == parts | {
+        "exposed communication": 3 * 0.5,
+        "tail": 1.0,
+        "gaps": 0.0,
+    }
     host = dataclasses.replace(alone, host=0.25).breakdown()
     assert (host["tail"], host["gaps"]) == (0.75, 0.25)
     assert dataclasses.replace(alone, step=3.5).breakdown()["tail"] == 0.0
     staged = dataclasses.replace(alone, idle=[2.0])
-    assert staged.breakdown() == parts | {"exposed communication": 0.5, "bubble": 2.0, "gaps": 0.0}
+    assert staged.breakdown() == parts | {
+        "exposed communication": 0.5,
+        "bubble": 2.0,
+        "gaps": 0.0,
+    }
 
 
 def test_few_micro_batches_of_a_pipeline_stand_for_all():
     """Of four stages the first rank has 0 and 2: forwards, it sends two and receives one; backwards, the reverse."""
     pipeline = {"dp_shard": 1, "pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}
-    config = configs.from_dict(TREE | {"model": {"name": "llama3-8b-tiny", "num_layers": 4}, "parallel": pipeline})
+    config = configs.from_dict(
+        TREE | {"model": {"name": "llama3-8b-tiny", "num_layers": 4}, "parallel": pipeline}
+    )
     small = few_micro_batches(config)
     assert (micro_batches(config), small.batch.global_) == (10, 4)
     part, whole = trace_step(small, 2), trace_step(config, 2)
@@ -115,7 +149,9 @@ def test_few_micro_batches_of_a_pipeline_stand_for_all():
 
 def test_a_pipeline_that_holds_all_micro_batches_at_once_runs_all():
     pipeline = {"dp_shard": 1, "pp": 2, "schedule": "GPipe"}
-    config = configs.from_dict(TREE | {"model": {"name": "llama3-8b-tiny", "num_layers": 4}, "parallel": pipeline})
+    config = configs.from_dict(
+        TREE | {"model": {"name": "llama3-8b-tiny", "num_layers": 4}, "parallel": pipeline}
+    )
     assert few_micro_batches(config).batch == config.batch
 
 
@@ -124,13 +160,18 @@ def test_an_action_takes_what_its_rank_does_since_the_one_before():
     found = action_spans(trace, Timeline(at=[1.0, 3.0, 4.0, 6.0]))
     assert found == {(0, "F", 0): (0.0, 3.0), (0, "F", 1): (3.0, 6.0)}
     found = action_spans(trace, Timeline(at=[3.0, 5.0, 6.0, 8.0]))
-    assert found == {(0, "F", 0): (2.0, 5.0), (0, "F", 1): (5.0, 8.0)}  # 2 seconds of gathering come before all
+    assert found == {
+        (0, "F", 0): (2.0, 5.0),
+        (0, "F", 1): (5.0, 8.0),
+    }  # 2 seconds of gathering come before all
 
 
 def test_model_flops_of_packed_documents_are_those_that_run():
     """All that is executed but 2 of attention's 14 d L per key: its backward kernel computes the scores again."""
     batch = {"global": 2, "micro": 1, "seq_len": 512}
-    config = configs.from_dict(TREE | {"task": "sft", "data": {"kind": "mock", "packed": True}, "batch": batch})
+    config = configs.from_dict(
+        TREE | {"task": "sft", "data": {"kind": "mock", "packed": True}, "batch": batch}
+    )
     visible = visible_share(open_dataset(config)[0])
     assert visible < 0.7  # several documents
     trace = trace_step(config, 2, visible=visible)
@@ -146,15 +187,23 @@ def test_windows_end_where_documents_do(window):
     """Rows of four documents of 64 tokens each: of 256 tokens a window would see more than there is of one."""
     document_ids = torch.arange(4).repeat_interleave(64).expand(2, -1)
     unseen = max(64 - (window or 64), 0)
-    assert counting_mask(1 / 4, 256, "cpu", document_ids, window=window).attn_mask == 4 * (64**2 - unseen**2) / 2
+    assert (
+        counting_mask(1 / 4, 256, "cpu", document_ids, window=window).attn_mask
+        == 4 * (64**2 - unseen**2) / 2
+    )
 
 
-@pytest.mark.parametrize(("given", "form", "sizes", "flops"), [
-    ({}, "causal", (16, 32), 32), ({"causal": False}, "full", (16, 64), 64), ({"plain": False}, "flex", (16, 32), 32),
-    ({"window": 8}, "flex", (16, 8), 64 * 8 / 64 - 8 * 8 / 2 / 64),
-    ({"q_positions": torch.arange(16)}, "flex", (16, 32), 32),
-    ({"q_positions": torch.arange(16), "causal": False}, "full", (16, 64), 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "form", "sizes", "flops"),
+    [
+        ({}, "causal", (16, 32), 32),
+        ({"causal": False}, "full", (16, 64), 64),
+        ({"plain": False}, "flex", (16, 32), 32),
+        ({"window": 8}, "flex", (16, 8), 64 * 8 / 64 - 8 * 8 / 2 / 64),
+        ({"q_positions": torch.arange(16)}, "flex", (16, 32), 32),
+        ({"q_positions": torch.arange(16), "causal": False}, "full", (16, 64), 64),
+    ],
+)
 def test_attention_runs_on_the_kernel_that_a_gpu_would_take(given, form, sizes, flops):
     """Plain causal and full attention on cuDNN's, sinks and other masks on FlexAttention; of two rows, as for each."""
     queries = len(given.get("q_positions", range(64)))
@@ -166,10 +215,15 @@ def test_attention_runs_on_the_kernel_that_a_gpu_would_take(given, form, sizes, 
     assert event.flops == 2 * 2 * 4 * queries * flops * 32
 
 
-@pytest.mark.parametrize("layers, alike", [(10, {0: 0, 1: 1, 2: 2, 3: 3}), (14, {0: 0, 1: 1, 2: 1, 3: 3})])
+@pytest.mark.parametrize(
+    "layers, alike", [(10, {0: 0, 1: 1, 2: 2, 3: 3}), (14, {0: 0, 1: 1, 2: 1, 3: 3})]
+)
 def test_stages_with_other_windows_do_not_stand_for_each_other(layers, alike):
     """GPT-OSS: of layers 2, 3, 4 two see a window, of 5, 6, 7 one; of 3 to 6 and of 7 to 10 two each."""
-    tree = {"model": {"name": "gpt-oss-20b-tiny", "num_layers": layers}, "parallel": {"dp_shard": 1, "pp": 4}}
+    tree = {
+        "model": {"name": "gpt-oss-20b-tiny", "num_layers": layers},
+        "parallel": {"dp_shard": 1, "pp": 4},
+    }
     assert representatives(configs.from_dict(TREE | tree)) == alike
 
 
@@ -204,19 +258,31 @@ def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeyp
 
     monkeypatch.setattr(sweep, "predicted_row", predicted)
     file = tmp_path / "row.yaml"
-    file.write_text("model: llama3-8b-tiny\nbatch: {global: 8, micro: 1, seq_len: 64}\nparallel: {dp_shard: 8}\n")
+    file.write_text(
+        "model: llama3-8b-tiny\nbatch: {global: 8, micro: 1, seq_len: 64}\nparallel: {dp_shard: 8}\n"
+    )
     results = list(sweep.sweep(str(file), [], ["tp=1,2,3,4"], load_system("dgx-h100")))
     lines = sweep.ranking(results).splitlines()[2:]
     assert [line.split("|")[1].strip() for line in lines[:3]] == ["tp=2", "tp=1", "tp=4"]
     assert lines[2].split("|")[-2].strip() == "no"
     assert lines[3].startswith("tp=3: ") and len(lines) == 4
-    errors = [each["error"] for each in sweep.sweep(str(file), [], ["recompute=1,most"], load_system("dgx-h100"))]
-    assert ["at least 2" in errors[0], "is not one of none" in errors[1]] == [True, True]  # of the same key
+    errors = [
+        each["error"]
+        for each in sweep.sweep(str(file), [], ["recompute=1,most"], load_system("dgx-h100"))
+    ]
+    assert ["at least 2" in errors[0], "is not one of none" in errors[1]] == [
+        True,
+        True,
+    ]  # of the same key
     lists = sweep.parse("optim.betas=[0.9,0.95],[0.9,0.99]")
     assert lists == ("optim.betas", ["[0.9,0.95]", "[0.9,0.99]"])
     mappings = sweep.parse("data={kind: mock, size: [1,2]},{size: [3,4], kind: mock}")
     assert mappings == ("data", ["{kind: mock, size: [1,2]}", "{size: [3,4], kind: mock}"])
-    for words, line in (("tp", "'tp' is not of the form"), ("tp=1 tp=2", "a key twice"), ("dp_shard=2", "sweep those")):
+    for words, line in (
+        ("tp", "'tp' is not of the form"),
+        ("tp=1 tp=2", "a key twice"),
+        ("dp_shard=2", "sweep those"),
+    ):
         with pytest.raises(InputError, match=f"--sweep.*{line}"):
             list(sweep.sweep(str(file), [], words.split(), load_system("dgx-h100")))
 
@@ -242,24 +308,53 @@ def written(simulation: Simulation, path) -> list[dict]:
 
 def test_a_trace_has_a_lane_per_stream_and_per_stage(tmp_path):
     line = Timeline(
-        [Span("compute", "mm", "gemm", 0.0, 1.0, 0.0, 0), Span("tp", "allgather", "collective", 1.0, 3.0, 0.0, 1)],
-        [1.0, 1.0], 3.0,
-    )  # fmt: skip
-    events = [Event("mm", "gemm", 12, [], [], (1, 2, 3, 1)), Event("allgather", "collective", 0, [], [], payload=2**21)]
-    trace = Trace(events, marks=[(0, (0, "F", 5))], held=[(0, 0, 0, 0, 2**30), (0, 0, 0, 2**29, 2**30)])
-    pipeline = Replay({(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0)}, [1.0, 2.0], {0: 0, 1: 1})
-    events = written(Simulation({0: trace}, {0: line}, 4, 1, 2.0, pipeline), tmp_path / "trace.json")
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        [
+            Span("compute", "mm", "gemm", 0.0, 1.0, 0.0, 0),
+            Span("tp", "allgather", "collective", 1.0, 3.0, 0.0, 1),
+        ],
+        [1.0, 1.0],
+        3.0,
+    )
+    events = [
+        Event("mm", "gemm", 12, [], [], (1, 2, 3, 1)),
+        Event("allgather", "collective", 0, [], [], payload=2**21),
+    ]
+    trace = Trace(
+        events, marks=[(0, (0, "F", 5))], held=[(0, 0, 0, 0, 2**30), (0, 0, 0, 2**29, 2**30)]
+    )
+    pipeline = Replay(
+        {(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0)}, [1.0, 2.0], {0: 0, 1: 1}
+    )
+    events = written(
+        Simulation({0: trace}, {0: line}, 4, 1, 2.0, pipeline), tmp_path / "trace.json"
+    )
+    lanes = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert names == ["rank at place 0 of the pipeline: 1 of its 4 micro-batches, and the optimizer", "all stages"]
-    boxes = {(lanes[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
+    assert names == [
+        "rank at place 0 of the pipeline: 1 of its 4 micro-batches, and the optimizer",
+        "all stages",
+    ]
+    boxes = {
+        (lanes[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"])
+        for e in events
+        if e["ph"] == "X"
+    }
     assert boxes == {
-        ("compute", "step", 0, 3e6), ("compute", "micro-batch 5", 0, 1e6), ("compute", "forward of stage 0", 0, 1e6),
-        ("compute", "mm 1 x 2 x 3 x 1", 0, 1e6), ("tp", "allgather 2 MiB", 1e6, 2e6), ("stage 0", "F0", 0, 1e6),
+        ("compute", "step", 0, 3e6),
+        ("compute", "micro-batch 5", 0, 1e6),
+        ("compute", "forward of stage 0", 0, 1e6),
+        ("compute", "mm 1 x 2 x 3 x 1", 0, 1e6),
+        ("tp", "allgather 2 MiB", 1e6, 2e6),
+        ("stage 0", "F0", 0, 1e6),
         ("stage 1", "F0", 1e6, 1e6),
-    }  # fmt: skip
+    }
     held = [e["args"] for e in events if e["ph"] == "C"]
-    assert [(each["gathered"], each["activations"]) for each in held] == [(0, 2**30), (2**29, 2**30)]
+    assert [(each["gathered"], each["activations"]) for each in held] == [
+        (0, 2**30),
+        (2**29, 2**30),
+    ]
 
 
 @pytest.mark.parametrize("pp, compiles", [(1, False), (2, True)])
@@ -267,10 +362,15 @@ def test_slices_are_nested_from_the_step_to_a_kernel(tmp_path, compiles, pp):
     parallel = {"dp_shard": 1, "pp": pp, "layers_per_stage": [3, 1] if pp > 1 else None}
     model = {"name": "llama3-8b-tiny", "num_layers": 2}
     tree = TREE | {"model": model, "batch": {"global": 3, "micro": 1, "seq_len": 64}}
-    config = configs.from_dict(tree | {"compile": compiles, "parallel": parallel, "precision": "bf16"})
+    config = configs.from_dict(
+        tree | {"compile": compiles, "parallel": parallel, "precision": "bf16"}
+    )
     simulation = time_traces(config, record(config), load_system("dgx-h100"))
     events = written(simulation, tmp_path / "trace.json")
-    slices = sorted((e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 0)), key=lambda e: e["ts"])
+    slices = sorted(
+        (e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 0)),
+        key=lambda e: e["ts"],
+    )
     paths, open_now = [], []
     for each in slices:  # the outer of two that begin together comes first
         while open_now and open_now[-1][1] <= each["ts"] + 1e-9:
@@ -285,12 +385,20 @@ def test_slices_are_nested_from_the_step_to_a_kernel(tmp_path, compiles, pp):
     for batch in range(min(3, simulation.traced)):
         for which, names in zip(passes, (["0", "1"], ["1", "0"]), strict=True):
             around = ("step", f"micro-batch {batch}", which)
-            inside = [(path[3], flops) for path, flops in paths if path[:3] == around and len(path) > 3]
-            order = list(dict.fromkeys(name.split(".")[-1] for name, _ in inside if "layers." in name))
+            inside = [
+                (path[3], flops) for path, flops in paths if path[:3] == around and len(path) > 3
+            ]
+            order = list(
+                dict.fromkeys(name.split(".")[-1] for name, _ in inside if "layers." in name)
+            )
             assert order == names
             per_block = dict.fromkeys(names, 0)
             for path, flops in paths:
-                if path[:3] == around and len(path) == 5 and path[4].startswith(("mm", "addmm", "add_product")):
+                if (
+                    path[:3] == around
+                    and len(path) == 5
+                    and path[4].startswith(("mm", "addmm", "add_product"))
+                ):
                     per_block[path[3].split(".")[-1]] += flops
             assert per_block == dict.fromkeys(names, products * (2 if which == passes[1] else 1))
     held = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == 0]
@@ -302,19 +410,39 @@ def test_adapters_of_a_folder_are_simulated_without_their_values(tmp_path):
     add_adapters(model, lora)
     adapters = [(name, p.detach()) for name, p in model.named_parameters() if is_adapter(name)]
     save_adapter(adapters, model.config, lora, tmp_path)
-    tree = {"model": {"name": "llama3-8b-tiny", "num_layers": 1}, "batch": {"global": 1, "micro": 1, "seq_len": 16}}
-    trace = trace_step(configs.from_dict(tree | {"task": "lora", "lora": {"path": str(tmp_path)}}), 1)
+    tree = {
+        "model": {"name": "llama3-8b-tiny", "num_layers": 1},
+        "batch": {"global": 1, "micro": 1, "seq_len": 16},
+    }
+    trace = trace_step(
+        configs.from_dict(tree | {"task": "lora", "lora": {"path": str(tmp_path)}}), 1
+    )
     assert trace.peak["parameters"] == sum(p.nbytes for p in model.parameters())
 
 
 def test_compiled_adapters_leave_sums_to_products():
     """Each is a new tensor in the compiler's graph, of outputs and of gradients; the simulated kernel changes one."""
-    model, batch = {"name": "llama3-8b-tiny", "num_layers": 2}, {"global": 3, "micro": 1, "seq_len": 16}
-    tree = {"model": model, "batch": batch, "task": "lora", "lora": {"rank": 2}, "data": {"packed": False}}
-    compiled, eager = (trace_step(configs.from_dict(tree | {"compile": c}), 1) for c in (True, False))
+    model, batch = (
+        {"name": "llama3-8b-tiny", "num_layers": 2},
+        {"global": 3, "micro": 1, "seq_len": 16},
+    )
+    tree = {
+        "model": model,
+        "batch": batch,
+        "task": "lora",
+        "lora": {"rank": 2},
+        "data": {"packed": False},
+    }
+    compiled, eager = (
+        trace_step(configs.from_dict(tree | {"compile": c}), 1) for c in (True, False)
+    )
     sums = [event for event in compiled.events if event.name == "add_product"]
-    assert len(sums) == 3 * 2 * (7 + 7) and all(event.kind == "gemm" and len(event.writes) == 1 for event in sums)
-    selective = trace_step(configs.from_dict(tree | {"compile": True, "recompute": "selective"}), 1)
+    assert len(sums) == 3 * 2 * (7 + 7) and all(
+        event.kind == "gemm" and len(event.writes) == 1 for event in sums
+    )
+    selective = trace_step(
+        configs.from_dict(tree | {"compile": True, "recompute": "selective"}), 1
+    )
     assert compiled.flops() == eager.flops() == selective.flops()
 
 

@@ -40,18 +40,26 @@ def mean_of_cut_off(location: float, limit: float) -> float:
 
 @pytest.mark.parametrize("mean, limit", [(745, 1536), (3158, 4096), (100, 8192)])
 def test_lengths_have_the_published_mean(mean, limit):
-    assert mean_of_cut_off(log_normal_location(mean, limit), limit) == pytest.approx(mean, rel=2e-3)
+    assert mean_of_cut_off(log_normal_location(mean, limit), limit) == pytest.approx(
+        mean, rel=2e-3
+    )
 
 
 def test_a_decoding_step_reads_weights_and_caches():
     """A byte takes a second. Of 8 experts, of which a token chooses 2, three tokens miss each with (3/4)^3."""
     dense, experts = model_config("llama3-8b-tiny"), model_config("mixtral-8x7b-tiny")
-    assert decoding_seconds(SECOND, dense, READS, samples=3, context=10, tp=1) == 1000 + 3 * 10 * 2
+    assert (
+        decoding_seconds(SECOND, dense, READS, samples=3, context=10, tp=1) == 1000 + 3 * 10 * 2
+    )
     system = replace(SECOND, latency=2.0, decode_weights=0.5, decode_caches=0.25, decode_step=7.0)
-    assert decoding_seconds(system, dense, READS, 3, 10, tp=1) == 1000 / 0.5 + 60 / 0.25 + 7  # and no message
+    assert (
+        decoding_seconds(system, dense, READS, 3, 10, tp=1) == 1000 / 0.5 + 60 / 0.25 + 7
+    )  # and no message
     assert (experts.num_experts, experts.num_experts_per_tok) == (8, 2)
     chosen = 8 * (1 - (3 / 4) ** 3)
-    assert decoding_seconds(SECOND, experts, READS, 3, 10, tp=1) == pytest.approx(1060 + chosen * 100)
+    assert decoding_seconds(SECOND, experts, READS, 3, 10, tp=1) == pytest.approx(
+        1060 + chosen * 100
+    )
 
 
 def test_tensor_parallel_decoding_reads_less_and_exchanges_more_slowly_between_domains():
@@ -60,11 +68,16 @@ def test_tensor_parallel_decoding_reads_less_and_exchanges_more_slowly_between_d
     exchanges = 2 * model.num_layers  # after attention and after the MLP
     assert decoding_seconds(system, model, READS, 3, 10, tp=8) == 1060 / 8 + exchanges * 1.0
     caches = 60 / 8  # of 8 heads
-    assert decoding_seconds(system, model, READS, 3, 10, tp=16) == 1000 / 16 + caches + exchanges * 7.0
+    assert (
+        decoding_seconds(system, model, READS, 3, 10, tp=16)
+        == 1000 / 16 + caches + exchanges * 7.0
+    )
 
 
 @pytest.mark.parametrize(
-    "row", [*sorted(CONFIGS.glob("rl/*.yaml")), CONFIGS / "bench/grpo-8b.yaml"], ids=lambda row: row.stem
+    "row",
+    [*sorted(CONFIGS.glob("rl/*.yaml")), CONFIGS / "bench/grpo-8b.yaml"],
+    ids=lambda row: row.stem,
 )
 def test_all_samples_of_a_row_are_decoded_at_once(row):
     config = load(row)
@@ -73,30 +86,52 @@ def test_all_samples_of_a_row_are_decoded_at_once(row):
 
 
 def test_samples_beyond_the_slots_take_turns():
-    tree = {"model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "batch": {"global": 4, "micro": 1}}
+    tree = {
+        "model": "llama3-8b-tiny",
+        "task": "grpo",
+        "data": {"kind": "mock"},
+        "batch": {"global": 4, "micro": 1},
+    }
     policy = {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7}
     all_at_once, turns, half = (
         generation_seconds(
-            from_dict(tree | {"grpo": policy | {"prompts": prompts}, "rollout": {"slots": slots}}), SECOND, None
+            from_dict(
+                tree | {"grpo": policy | {"prompts": prompts}, "rollout": {"slots": slots}}
+            ),
+            SECOND,
+            None,
         )
         for prompts, slots in ((4, 8), (4, 4), (2, 8))
     )
     assert turns == pytest.approx(2 * half) and all_at_once < turns
 
 
-@pytest.mark.parametrize("parallel, tokens, rows", [
-    ({"pp": 2, "schedule": "1F1B"}, 12, 3),
-    ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 12, 3),  # fewer than two rounds of its ranks
-    ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 28, 6),  # a multiple of its ranks
-    ({"pp": 4, "schedule": "1F1B"}, 12, 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel, tokens, rows",
+    [
+        ({"pp": 2, "schedule": "1F1B"}, 12, 3),
+        (
+            {"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"},
+            12,
+            3,
+        ),  # fewer than two rounds of its ranks
+        ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 28, 6),  # a multiple of its ranks
+        ({"pp": 4, "schedule": "1F1B"}, 12, 4),
+    ],
+)
 def test_rollouts_fill_as_many_rows_as_the_pipeline_takes(parallel, tokens, rows):
     """8 responses of 12 tokens to prompts of 8 are 2.5 rows of 64, of 28 tokens 4.5."""
-    config = from_dict({
-        "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "parallel": {"dp_shard": 1} | parallel,
-        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "rollout": {"max_tokens": tokens},
-        "grpo": {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7},
-    })  # fmt: skip
+    config = from_dict(
+        {
+            "model": "llama3-8b-tiny",
+            "task": "grpo",
+            "data": {"kind": "mock"},
+            "parallel": {"dp_shard": 1} | parallel,
+            "batch": {"global": 8, "micro": 1, "seq_len": 64},
+            "rollout": {"max_tokens": tokens},
+            "grpo": {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7},
+        }
+    )
     learner = training_config(config)
     check_layout(learner, stated_ranks(learner))
     assert learner.batch.global_ == rows
@@ -104,10 +139,16 @@ def test_rollouts_fill_as_many_rows_as_the_pipeline_takes(parallel, tokens, rows
 
 def test_a_file_of_problems_is_not_read_as_text(tmp_path):
     (tmp_path / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    config = from_dict({
-        "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "jsonl", "path": str(tmp_path / "problems.jsonl")},
-        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "rollout": {"max_tokens": 12}, "grpo": {"group": 2},
-    })  # fmt: skip
+    config = from_dict(
+        {
+            "model": "llama3-8b-tiny",
+            "task": "grpo",
+            "data": {"kind": "jsonl", "path": str(tmp_path / "problems.jsonl")},
+            "batch": {"global": 8, "micro": 1, "seq_len": 64},
+            "rollout": {"max_tokens": 12},
+            "grpo": {"group": 2},
+        }
+    )
     assert len(open_dataset(training_config(config))[0].row(0)["tokens"]) == 64
 
 
@@ -115,36 +156,62 @@ def test_a_file_of_problems_is_not_read_as_text(tmp_path):
 def test_a_forward_pass_is_a_product_less_of_a_share_where_weights_are_frozen(lora):
     """Of whole models a third of a step, of adapters half of it; of the forward pass too where it is run again."""
     tree = {"model": "llama3-8b-tiny"} | ({"lora": {}} if lora else {})
-    shares = [forward_share(from_dict(tree | {"recompute": setting})) for setting in ("none", "full")]
+    shares = [
+        forward_share(from_dict(tree | {"recompute": setting})) for setting in ("none", "full")
+    ]
     assert shares == ([1 / 2, 1 / 3] if lora else [1 / 3, 1 / 4])
 
 
-@pytest.mark.parametrize(("changes", "reference", "sampler"), [
-    ({}, 7, 2), ({"rollout": {"tp": 2}}, 7, 1), ({"precision": "fp32"}, 7, 4), ({"grpo": {"kl": 0.0}}, 0, 2),
-    ({"grpo": {"kl": 0.1, "lag": 1, "generation_ranks": 8}}, 7, 0), ({"lora": {}}, 0, 2),
-    ({"reference": {"gpus": 1}, "parallel": {}}, 7, 0),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "reference", "sampler"),
+    [
+        ({}, 7, 2),
+        ({"rollout": {"tp": 2}}, 7, 1),
+        ({"precision": "fp32"}, 7, 4),
+        ({"grpo": {"kl": 0.0}}, 0, 2),
+        ({"grpo": {"kl": 0.1, "lag": 1, "generation_ranks": 8}}, 7, 0),
+        ({"lora": {}}, 0, 2),
+        ({"reference": {"gpus": 1}, "parallel": {}}, 7, 0),
+    ],
+    ids=str,
+)
 def test_what_is_held_besides_the_trainer(changes, reference, sampler):
     """A reference like the trainer's model, and bytes of a parameter of the sampler's."""
     tree = {
-        "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "precision": "bf16",
-        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8},
-        "grpo": {"prompts": 4, "group": 2, "reward": "math", "kl": 0.1}, "reference": {"gpus": 8},
-    }  # fmt: skip
+        "model": "llama3-8b-tiny",
+        "task": "grpo",
+        "data": {"kind": "mock"},
+        "precision": "bf16",
+        "batch": {"global": 8, "micro": 1, "seq_len": 64},
+        "parallel": {"dp_shard": 8},
+        "grpo": {"prompts": 4, "group": 2, "reward": "math", "kl": 0.1},
+        "reference": {"gpus": 8},
+    }
     grpo = tree["grpo"] | changes.get("grpo", {})
     config = from_dict(tree | changes | {"grpo": grpo})
     count = sum(p.numel() for p in empty_model(config.model.config).parameters())
-    assert held_besides(config, {"parameters": 7}) == {"reference": reference, "sampler": sampler * count}
+    assert held_besides(config, {"parameters": 7}) == {
+        "reference": reference,
+        "sampler": sampler * count,
+    }
 
 
-@pytest.mark.parametrize("states, kl, size", [("fp32", 0.1, 12), ("fp32", 0.0, 8), ("bf16", 0.1, 8)])
+@pytest.mark.parametrize(
+    "states, kl, size", [("fp32", 0.1, 12), ("fp32", 0.0, 8), ("bf16", 0.1, 8)]
+)
 def test_offloading_costs_time_and_saves_memory(states, kl, size):
     """States and reference go to the host and come back, and the sampler counts where it holds more than training."""
     tree = {
-        "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "precision": "bf16",
-        "optim": {"states": states}, "batch": {"global": 8, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8},
-        "grpo": {"prompts": 4, "group": 2, "reward": "math", "kl": kl, "offload": True}, "reference": {"gpus": 8},
-    }  # fmt: skip
+        "model": "llama3-8b-tiny",
+        "task": "grpo",
+        "data": {"kind": "mock"},
+        "precision": "bf16",
+        "optim": {"states": states},
+        "batch": {"global": 8, "micro": 1, "seq_len": 64},
+        "parallel": {"dp_shard": 8},
+        "grpo": {"prompts": 4, "group": 2, "reward": "math", "kl": kl, "offload": True},
+        "reference": {"gpus": 8},
+    }
     config = from_dict(tree)
     kept = replace(config, grpo=replace(config.grpo, offload=False))
     count = sum(p.numel() for p in empty_model(config.model.config).parameters())
@@ -154,16 +221,26 @@ def test_offloading_costs_time_and_saves_memory(states, kl, size):
         held = held_besides(config, {"parameters": 70, "optimizer": optimizer})
         assert held == {"reference": 0, "sampler": sampler}
     held = held_besides(config, {"parameters": 7 * count, "optimizer": 60})
-    assert held == ({"reference": 7 * count - 60, "sampler": 0} if kl else {"reference": 0, "sampler": 2 * count - 60})
+    assert held == (
+        {"reference": 7 * count - 60, "sampler": 0}
+        if kl
+        else {"reference": 0, "sampler": 2 * count - 60}
+    )
 
 
 def test_what_a_published_stack_pays_for():
     """Mixtral's twin (4 layers of 8 experts) on 16 GPUs; a byte and a tensor take a second each."""
     tree = {
-        "model": "mixtral-8x7b-tiny", "task": "grpo", "data": {"kind": "mock"}, "recompute": "full",
-        "batch": {"global": 8, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8, "pp": 2, "schedule": "1F1B"},
-        "grpo": {"prompts": 4, "group": 2, "reward": "math"}, "rollout": {"max_tokens": 32}, "reference": {"gpus": 16},
-    }  # fmt: skip
+        "model": "mixtral-8x7b-tiny",
+        "task": "grpo",
+        "data": {"kind": "mock"},
+        "recompute": "full",
+        "batch": {"global": 8, "micro": 1, "seq_len": 64},
+        "parallel": {"dp_shard": 8, "pp": 2, "schedule": "1F1B"},
+        "grpo": {"prompts": 4, "group": 2, "reward": "math"},
+        "rollout": {"max_tokens": 32},
+        "reference": {"gpus": 16},
+    }
     config = from_dict(tree)
     apart = replace(config, grpo=replace(config.grpo, lag=1, generation_ranks=8))
     stack = Stack(gather=1, tensor=1, offload=1, wake=10, prepare=0, far_step=0)
@@ -176,10 +253,15 @@ def test_what_a_published_stack_pays_for():
 
 
 POLICY = {
-    "model": "llama3-8b-tiny", "task": "grpo", "data": {"kind": "mock"}, "precision": "bf16",
-    "batch": {"global": 4, "micro": 1, "seq_len": 64}, "parallel": {"dp_shard": 8},
-    "grpo": {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7}, "rollout": {"max_tokens": 12, "tp": 2},
-}  # fmt: skip
+    "model": "llama3-8b-tiny",
+    "task": "grpo",
+    "data": {"kind": "mock"},
+    "precision": "bf16",
+    "batch": {"global": 4, "micro": 1, "seq_len": 64},
+    "parallel": {"dp_shard": 8},
+    "grpo": {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7},
+    "rollout": {"max_tokens": 12, "tp": 2},
+}
 
 
 def policy(rollout=(), grpo=(), **changes):
@@ -192,22 +274,41 @@ AT_ONCE = POLICY["batch"] | {"global": 8}
 STACK = Stack(gather=1, tensor=0, offload=1, wake=0, prepare=5, far_step=3)
 
 
-@pytest.mark.parametrize(("changes", "stack", "updates", "passes"), [
-    ({}, None, 2, 1), ({"grpo": {"kl": 0.1}}, None, 2, 2), ({"batch": AT_ONCE}, None, 1, 0),
-    ({}, STACK, 2, 2), ({"batch": AT_ONCE}, STACK, 1, 2), ({"grpo": {"lag": 1, "generation_ranks": 8}}, None, 2, 1),
-], ids=str)  # fmt: skip
-def test_a_step_is_the_sum_of_its_phases_unless_ranks_sample_beside_it(changes, stack, updates, passes):
+@pytest.mark.parametrize(
+    ("changes", "stack", "updates", "passes"),
+    [
+        ({}, None, 2, 1),
+        ({"grpo": {"kl": 0.1}}, None, 2, 2),
+        ({"batch": AT_ONCE}, None, 1, 0),
+        ({}, STACK, 2, 2),
+        ({"batch": AT_ONCE}, STACK, 1, 2),
+        ({"grpo": {"lag": 1, "generation_ranks": 8}}, None, 2, 1),
+    ],
+    ids=str,
+)
+def test_a_step_is_the_sum_of_its_phases_unless_ranks_sample_beside_it(
+    changes, stack, updates, passes
+):
     """Of an optimizer step of 99 s a forward pass is a third."""
     config = policy(**changes)
-    for system in (SECOND, replace(SECOND, memory=1e12)):  # on which sampling takes longer, and less
+    for system in (
+        SECOND,
+        replace(SECOND, memory=1e12),
+    ):  # on which sampling takes longer, and less
         found = phase_seconds(config, system, Simulation({}, {}, 1, 1, step=99.0), stack)
-        assert found["training_s"] == updates * 99 and found["logprobs_s"] == pytest.approx(passes * updates * 33)
+        assert found["training_s"] == updates * 99 and found["logprobs_s"] == pytest.approx(
+            passes * updates * 33
+        )
         parts = found["generation_s"], found["training_s"] + found["logprobs_s"]
         beside = max(parts) if config.grpo.generation_ranks else sum(parts)
-        assert found["step_time_s"] == pytest.approx(beside + found["refit_s"] + (stack.prepare if stack else 0))
+        assert found["step_time_s"] == pytest.approx(
+            beside + found["refit_s"] + (stack.prepare if stack else 0)
+        )
         assert found["generation_s"] == generation_seconds(config, system, stack)
         assert found["refit_s"] == refit_seconds(config, system, stack) > 0
-    assert training_config(config).batch.global_ == 8  # a row for each rank, of which an update fills 1.25 or 2.5
+    assert (
+        training_config(config).batch.global_ == 8
+    )  # a row for each rank, of which an update fills 1.25 or 2.5
 
 
 def test_responses_are_decoded_by_as_many_samplers_as_there_are():
@@ -215,7 +316,10 @@ def test_responses_are_decoded_by_as_many_samplers_as_there_are():
     shape = model_config("llama3-8b-tiny")
 
     def seconds(samples, tp):
-        steps = [decoding_seconds(SECOND, shape, model_reads(shape), samples, 8 + n, tp) for n in range(12)]
+        steps = [
+            decoding_seconds(SECOND, shape, model_reads(shape), samples, 8 + n, tp)
+            for n in range(12)
+        ]
         return pytest.approx(sum(steps), rel=1e-3)
 
     assert generation_seconds(policy(), SECOND, None) == seconds(8 / 4, tp=2)
@@ -224,15 +328,25 @@ def test_responses_are_decoded_by_as_many_samplers_as_there_are():
     few = policy(rollout={"slots": 1})  # which a published stack is not known to have
     assert generation_seconds(few, SECOND, STACK) == generation_seconds(policy(), SECOND, None)
     between = replace(SECOND, domain=1)
-    late = generation_seconds(policy(), between, STACK) - generation_seconds(policy(), between, None)
+    late = generation_seconds(policy(), between, STACK) - generation_seconds(
+        policy(), between, None
+    )
     assert late == pytest.approx(12 * STACK.far_step)
 
 
 def test_a_refit_sends_weights_in_bf16_over_the_slowest_link():
     size = 2 * sum(p.numel() for p in empty_model(policy().model.config).parameters())
     assert refit_seconds(policy(), SECOND, None) == size / 2 / SECOND.nvlink
-    assert refit_seconds(policy(parallel={"dp_shard": 16}), SECOND, None) == size / 2 / SECOND.network
-    for changes, held in (({"precision": "bf16-pure"}, 8 + 2), ({"lora": {}}, 0)):  # bytes of states and reference
+    assert (
+        refit_seconds(policy(parallel={"dp_shard": 16}), SECOND, None)
+        == size / 2 / SECOND.network
+    )
+    for changes, held in (
+        ({"precision": "bf16-pure"}, 8 + 2),
+        ({"lora": {}}, 0),
+    ):  # bytes of states and reference
         offload = policy(grpo={"offload": True, "kl": 0.1}, **changes)
         moved = 2 * held * size / 2 / 8 / HOST_LINK
-        assert refit_seconds(offload, replace(SECOND, nvlink=1e12), None) == pytest.approx(moved + size / 2e12)
+        assert refit_seconds(offload, replace(SECOND, nvlink=1e12), None) == pytest.approx(
+            moved + size / 2e12
+        )

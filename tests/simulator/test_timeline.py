@@ -17,14 +17,37 @@ from minitrain.simulator.trace import Event, Trace
 # A byte, or a FLOP, takes a second, on wires half; nothing else costs anything
 PLAIN = Attention(forward=1, backward=0.5, narrow=0.25, start=0)
 SECOND = System(
-    name="second", bf16=1, fp8=2, memory=1, launch=0, grouped_beside=0.5, grouped_launch=0, dispatch=0,
-    dispatch_network=0.5, expert_layer=0, local_expert=0, unfused=1,
+    name="second",
+    bf16=1,
+    fp8=2,
+    memory=1,
+    launch=0,
+    grouped_beside=0.5,
+    grouped_launch=0,
+    dispatch=0,
+    dispatch_network=0.5,
+    expert_layer=0,
+    local_expert=0,
+    unfused=1,
     attention={"full": PLAIN, "causal": PLAIN, "flex": replace(PLAIN, start=100)},
-    nvlink=2, domain=8, network=0.5, latency=0, far_latency=0, gemm_tiles=1, step=0, capacity=100,
-    decode_weights=1, decode_caches=1, decode_step=0,
-)  # fmt: skip
+    nvlink=2,
+    domain=8,
+    network=0.5,
+    latency=0,
+    far_latency=0,
+    gemm_tiles=1,
+    step=0,
+    capacity=100,
+    decode_weights=1,
+    decode_caches=1,
+    decode_step=0,
+)
 RESULTS = Path(__file__).parents[2] / "results"
-GROUPS = {"shards": (["dp_shard"], [0, 1]), "tensor": (["tp"], [0, 1, 2, 3]), "stages": (["pp"], [0, 1])}
+GROUPS = {
+    "shards": (["dp_shard"], [0, 1]),
+    "tensor": (["tp"], [0, 1, 2, 3]),
+    "stages": (["pp"], [0, 1]),
+}
 
 
 def kernel(reads=(), writes=(), flops=0, kind="gemm", name="mm") -> Event:
@@ -37,7 +60,15 @@ def elementwise(reads: dict, writes: dict) -> Event:
 
 def collective(name: str, group: str, payload: int, reads=(), writes=()) -> Event:
     tensors = ([(n, 0) for n in reads], [(n, 0) for n in writes])
-    return Event(name, "collective", 0, *tensors, payload=payload, group=group, dimension=GROUPS[group][0][0])
+    return Event(
+        name,
+        "collective",
+        0,
+        *tensors,
+        payload=payload,
+        group=group,
+        dimension=GROUPS[group][0][0],
+    )
 
 
 def spans(trace: Trace, system: System = SECOND, fused: bool = False) -> list[tuple]:
@@ -47,33 +78,42 @@ def spans(trace: Trace, system: System = SECOND, fused: bool = False) -> list[tu
 @pytest.mark.parametrize("fused", [False, True])
 def test_compute_waits_for_what_it_reads(fused):
     """An all-gather of 8 bytes over 4 ranks moves 6, at 2 bytes/s."""
-    trace = Trace([
-        collective("allgather_base", "tensor", 8, reads=[1], writes=[2]),
-        kernel(writes=[3], flops=1),
-        Event("wait_tensor", "wait", 0, [(2, 8)], [(5, 8)]),
-        elementwise({5: 16}, {6: 0}),
-        kernel(reads=[5, 3], writes=[4], flops=3),
-    ], groups=GROUPS)  # fmt: skip
+    trace = Trace(
+        [
+            collective("allgather_base", "tensor", 8, reads=[1], writes=[2]),
+            kernel(writes=[3], flops=1),
+            Event("wait_tensor", "wait", 0, [(2, 8)], [(5, 8)]),
+            elementwise({5: 16}, {6: 0}),
+            kernel(reads=[5, 3], writes=[4], flops=3),
+        ],
+        groups=GROUPS,
+    )
     line = play(trace, SECOND, fused)
     assert [(s.stream, s.begin, s.end, s.waited) for s in line.spans] == [
-        ("tp", 0, 3, 0), ("compute", 0, 1, 0), ("compute", 3, 19, 2), ("compute", 19, 22, 0)
-    ]  # fmt: skip
+        ("tp", 0, 3, 0),
+        ("compute", 0, 1, 0),
+        ("compute", 3, 19, 2),
+        ("compute", 19, 22, 0),
+    ]
     assert line.end == 22
 
 
 def test_the_next_weights_are_gathered_while_a_block_runs():
     """But not before those of the block have been copied out: two blocks' all-gathers never lie ahead. What is to be
     gathered can be copied together meanwhile."""
-    trace = Trace([
-        collective("allgather_base", "shards", 4, writes=[1]),
-        kernel(flops=3),
-        Event("split_with_sizes_copy", "memory", 0, [(1, 1)], [(2, 1)]),
-        kernel(reads=[2, 1], flops=10),
-        Event("all_gather_copy_in", "memory", 0, [(5, 1)], [(6, 1)]),
-        collective("allgather_base", "shards", 8, reads=[6], writes=[3]),
-        Event("split_with_sizes_copy", "memory", 0, [(3, 0)], [(4, 0)]),
-        kernel(reads=[4], flops=10),
-    ], groups=GROUPS)  # fmt: skip
+    trace = Trace(
+        [
+            collective("allgather_base", "shards", 4, writes=[1]),
+            kernel(flops=3),
+            Event("split_with_sizes_copy", "memory", 0, [(1, 1)], [(2, 1)]),
+            kernel(reads=[2, 1], flops=10),
+            Event("all_gather_copy_in", "memory", 0, [(5, 1)], [(6, 1)]),
+            collective("allgather_base", "shards", 8, reads=[6], writes=[3]),
+            Event("split_with_sizes_copy", "memory", 0, [(3, 0)], [(4, 0)]),
+            kernel(reads=[4], flops=10),
+        ],
+        groups=GROUPS,
+    )
     line = play(trace, SECOND, fused=False)
     gathers = [(s.begin, s.end) for s in line.spans if s.stream == "dp_shard"]
     assert gathers == [(0, 1), (1, 3), (5, 7)]
@@ -83,47 +123,64 @@ def test_the_next_weights_are_gathered_while_a_block_runs():
 def test_whoever_reads_gathered_weights_where_they_lie_is_no_stream_of_fsdp():
     """As from one rank, where nothing is copied out: what reads them first, and an embedding, which does so again; as
     products do. Nor is what copies them out when the next ones have been asked for already."""
-    trace = Trace([
-        collective("allgather_base", "shards", 0, writes=[1]),
-        elementwise({1: 16}, {2: 16}),
-        Event("embedding", "memory", 0, [(1, 16)], [(3, 16)]),
-        Event("mm", "gemm", 0, [(1, 16)], [(4, 16)]),
-        collective("allgather_base", "shards", 0, writes=[5]),
-        Event("split_with_sizes_copy", "memory", 0, [(1, 16)], [(6, 16)]),
-    ], groups=GROUPS)  # fmt: skip
+    trace = Trace(
+        [
+            collective("allgather_base", "shards", 0, writes=[1]),
+            elementwise({1: 16}, {2: 16}),
+            Event("embedding", "memory", 0, [(1, 16)], [(3, 16)]),
+            Event("mm", "gemm", 0, [(1, 16)], [(4, 16)]),
+            collective("allgather_base", "shards", 0, writes=[5]),
+            Event("split_with_sizes_copy", "memory", 0, [(1, 16)], [(6, 16)]),
+        ],
+        groups=GROUPS,
+    )
     streams = [s.stream for s in play(trace, SECOND, fused=False).spans]
     assert streams == ["dp_shard", "compute", "compute", "compute", "dp_shard", "compute"]
 
 
 def test_whoever_waits_for_a_message_of_shards_is_no_stream_of_fsdp():
     """As the gradient's norm."""
-    trace = Trace([
-        collective("all_reduce", "shards", 0, writes=[1]),
-        Event("wait_tensor", "wait", 0, [(1, 16)], [(2, 16)]),
-        elementwise({2: 16}, {3: 16}),
-    ], groups=GROUPS)  # fmt: skip
+    trace = Trace(
+        [
+            collective("all_reduce", "shards", 0, writes=[1]),
+            Event("wait_tensor", "wait", 0, [(1, 16)], [(2, 16)]),
+            elementwise({2: 16}, {3: 16}),
+        ],
+        groups=GROUPS,
+    )
     assert [s.stream for s in play(trace, SECOND, fused=False).spans] == ["dp_shard", "compute"]
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_are_reduced_beside_compute(fused):
     """One after the other; the update, which also reads what is not FSDP's, is compute's, and so is what reads that."""
-    trace = Trace([
-        kernel(writes=[1, 4], flops=2),
-        collective("reduce_scatter_base", "shards", 8, reads=[1], writes=[2]),
-        # adding to the shard's gradient: on FSDP's stream, for it made 3 too, and a number of 8 bytes is anybody's
-        elementwise({2: 16, 3: 16, 4: 8}, {3: 16}),
-        Event("_to_copy", "memory", 0, [(3, 16)], [(5, 8)]),  # from the type in which they were added up
-        kernel(reads=[1], flops=5),
-        elementwise({5: 16, 6: 16}, {5: 16}),
-        kernel(flops=1),
-        elementwise({5: 16}, {7: 16}),
-    ], groups=GROUPS)  # fmt: skip
+    trace = Trace(
+        [
+            kernel(writes=[1, 4], flops=2),
+            collective("reduce_scatter_base", "shards", 8, reads=[1], writes=[2]),
+            # adding to the shard's gradient: on FSDP's stream, for it made 3 too, and a number of 8 bytes is anybody's
+            elementwise({2: 16, 3: 16, 4: 8}, {3: 16}),
+            Event(
+                "_to_copy", "memory", 0, [(3, 16)], [(5, 8)]
+            ),  # from the type in which they were added up
+            kernel(reads=[1], flops=5),
+            elementwise({5: 16, 6: 16}, {5: 16}),
+            kernel(flops=1),
+            elementwise({5: 16}, {7: 16}),
+        ],
+        groups=GROUPS,
+    )
     trace.events.insert(0, collective("reduce_scatter_base", "shards", 16, writes=[3]))
     spans = play(trace, SECOND, fused).spans
     reduced = 4 + 2 + 56 + 24
     assert [s.end for s in spans if s.stream == "dp_shard"] == [4, 6, 62, reduced]
-    assert [s.end for s in spans if s.stream == "compute"] == [2, 7, reduced + 48, reduced + 49, reduced + 81]
+    assert [s.end for s in spans if s.stream == "compute"] == [
+        2,
+        7,
+        reduced + 48,
+        reduced + 49,
+        reduced + 81,
+    ]
 
 
 def test_messages_between_stages_take_no_time_here():
@@ -134,13 +191,22 @@ def test_messages_between_stages_take_no_time_here():
 def test_fused_kernels_move_only_what_comes_from_outside_or_stays():
     """x -> a -> b -> c, where b is read again just behind them and a is not; then two that read of x all and a part,
     and write so."""
-    events = [elementwise({1: 4}, {2: 4}), elementwise({2: 4}, {3: 4}), elementwise({3: 4}, {4: 4}), kernel([3, 4])]
+    events = [
+        elementwise({1: 4}, {2: 4}),
+        elementwise({2: 4}, {3: 4}),
+        elementwise({3: 4}, {4: 4}),
+        kernel([3, 4]),
+    ]
     trace = Trace(events, died={2: 1, 3: 3}, groups=GROUPS)
     assert play(trace, SECOND, fused=False).end == 24
     line = play(trace, dataclasses.replace(SECOND, launch=3), fused=True)
     assert line.end == 4 + 4 + 4 + 3 + 3
     assert [(span.event, span.end) for span in line.spans] == [(0, 15), (3, 18)]
-    trace = Trace([elementwise({1: 8}, {2: 4, 3: 8}), elementwise({1: 4, 2: 4}, {3: 4})], died={2: 1}, groups=GROUPS)
+    trace = Trace(
+        [elementwise({1: 8}, {2: 4, 3: 8}), elementwise({1: 4, 2: 4}, {3: 4})],
+        died={2: 1},
+        groups=GROUPS,
+    )
     assert play(trace, SECOND, fused=True).end == 8 + 8
 
 
@@ -149,15 +215,23 @@ def test_what_a_pass_takes_has_its_last_kernel():
     one makes dies with its last."""
     events = [elementwise({1: 4}, {2: 4}), elementwise({2: 4}, {3: 4})]
     events += [collective("send", "stages", 8, [3]), elementwise({3: 4}, {4: 4})]
-    trace = Trace(events, died={2: 1}, groups=GROUPS, marks=[(0, (0, "F", 0)), (2, None), (3, (0, "F", 1)), (4, None)])
+    trace = Trace(
+        events,
+        died={2: 1},
+        groups=GROUPS,
+        marks=[(0, (0, "F", 0)), (2, None), (3, (0, "F", 1)), (4, None)],
+    )
     assert play(trace, SECOND, fused=True).at == [0, 8, 8, 16]
 
 
-@pytest.mark.parametrize(("sizes", "seconds"), [
-    ((1, 128, 256, 128), 2.0),  # k / (k + 128) is a half
-    ((1, 129, 256, 128), 2.0),  # two tiles on one multiprocessor are two whole waves
-    ((1, 128, 257, 128), 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "seconds"),
+    [
+        ((1, 128, 256, 128), 2.0),  # k / (k + 128) is a half
+        ((1, 129, 256, 128), 2.0),  # two tiles on one multiprocessor are two whole waves
+        ((1, 128, 257, 128), 2.0),
+    ],
+)
 def test_matrix_products(sizes, seconds):
     event = Event("mm", "gemm", 1, [], [], sizes)
     assert SECOND.kernel_seconds(event) == pytest.approx(seconds)
@@ -167,13 +241,16 @@ def test_matrix_products(sizes, seconds):
     )  # no tensor cores
 
 
-@pytest.mark.parametrize(("kind", "flops", "moved", "seconds"), [
-    ("gemm", 8, 5, 8 + 0.27 * 5), ("gemm", 4, 9, 9), ("memory", 0, 5, 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "flops", "moved", "seconds"),
+    [("gemm", 8, 5, 8 + 0.27 * 5), ("gemm", 4, 9, 9), ("memory", 0, 5, 5)],
+)
 def test_a_kernel_takes_its_work_or_its_traffic_and_a_launch(kind, flops, moved, seconds):
     """Of a product's traffic a part is not hidden; a thin one takes what memory does for it."""
     event = Event("x", kind, flops, [(1, moved - 1)], [(2, 1)])
-    assert dataclasses.replace(SECOND, launch=3).kernel_seconds(event) == pytest.approx(seconds + 3)
+    assert dataclasses.replace(SECOND, launch=3).kernel_seconds(event) == pytest.approx(
+        seconds + 3
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -184,13 +261,22 @@ def test_kernels_of_a_stack_that_fuses_less_move_more(fused):
 
 def test_products_of_experts():
     event = Event("_grouped_mm", "grouped", 8, [(1, 4)], [(2, 2)])
-    assert dataclasses.replace(SECOND, launch=3, grouped_launch=7).kernel_seconds(event) == 8 + 0.5 * 6 + 7
+    assert (
+        dataclasses.replace(SECOND, launch=3, grouped_launch=7).kernel_seconds(event)
+        == 8 + 0.5 * 6 + 7
+    )
 
 
-@pytest.mark.parametrize(("form", "channels", "keys", "seconds"), [
-    ("causal", 128, 50, 8), ("full", 65, 50, 8), ("causal", 64, 50, 32), ("flex", 128, 50, 8 * 3),
-    ("flex", 128, 400, 10),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "channels", "keys", "seconds"),
+    [
+        ("causal", 128, 50, 8),
+        ("full", 65, 50, 8),
+        ("causal", 64, 50, 32),
+        ("flex", 128, 50, 8 * 3),
+        ("flex", 128, 400, 10),
+    ],
+)
 def test_attention_has_a_rate_for_each_form_width_and_direction(form, channels, keys, seconds):
     """Half as fast backward, a quarter as fast where heads are narrow; of a mask, a query costs 100 keys more."""
     event = Event("attention", "attention", 8, [], [], (channels, keys), form=form)
@@ -198,14 +284,19 @@ def test_attention_has_a_rate_for_each_form_width_and_direction(form, channels, 
     assert SECOND.kernel_seconds(event._replace(name="attention_backward")) == 2 * seconds
 
 
-@pytest.mark.parametrize(("group", "kernel", "limit"), [
-    ("grouped", "", 0.09), ("attention", "sdpa", 0.06), ("attention", "flex", 0.16)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("group", "kernel", "limit"),
+    [("grouped", "", 0.09), ("attention", "sdpa", 0.06), ("attention", "flex", 0.16)],
+)
 def test_single_kernels_take_what_was_measured(group, kernel, limit):
     """On one H200 (results/h200): within `limit` in the median, at most three times that."""
     system, off = load_system("h200"), []
     for result in json.loads((RESULTS / "h200" / "kernels.json").read_text()):
-        if result["group"] != group or not result["kernel"].startswith(kernel) or "{" in result["kernel"]:
+        if (
+            result["group"] != group
+            or not result["kernel"].startswith(kernel)
+            or "{" in result["kernel"]
+        ):
             continue
         seconds = result["runs"][0]["ms"] / 1e3
         flops = result["runs"][0]["tflops"] * 1e12 * seconds
@@ -226,7 +317,14 @@ def measured_experts(result: dict, flops: float, sizes: tuple) -> Event:
         "wgrad": (experts, narrow, wide, rows),
     }
     moved = round(result["runs"][0]["gb_per_s"] * result["runs"][0]["ms"] * 1e6)
-    return Event("_grouped_mm", "grouped", round(flops), [(1, moved)], [], shapes[result["kernel"].split()[-1]])
+    return Event(
+        "_grouped_mm",
+        "grouped",
+        round(flops),
+        [(1, moved)],
+        [],
+        shapes[result["kernel"].split()[-1]],
+    )
 
 
 def measured_attention(result: dict, flops: float, sizes: tuple) -> Event:
@@ -234,7 +332,15 @@ def measured_attention(result: dict, flops: float, sizes: tuple) -> Event:
     words = result["kernel"].replace(",", "").split()
     form = "flex" if words[0] == "flex" else words[1]
     keys = flops / (4 if words[-1] == "forward" else 10) / rows / heads / length / channels
-    return Event(f"attention_{words[-1]}", "attention", round(flops), [], [], (channels, round(keys)), form=form)
+    return Event(
+        f"attention_{words[-1]}",
+        "attention",
+        round(flops),
+        [],
+        [],
+        (channels, round(keys)),
+        form=form,
+    )
 
 
 def test_the_last_wave():
@@ -250,21 +356,28 @@ def test_the_last_wave():
     assert system.gemm_rate(few) == system.gemm_rate(few._replace(sizes=(1, 4 * 128, 256, 128)))
 
 
-@pytest.mark.parametrize(("name", "ranks", "seconds"), [
-    ("allgather_base", range(8), 64 * 7 / 8 / 2),  # within a domain
-    ("allreduce", range(8), 2 * 64 * 7 / 8 / 2),
-    ("all_reduce", range(8), 2 * 64 * 7 / 8 / 2),
-    ("reduce_scatter_base", range(16), 64 * 15 / 16 / 2),  # 8 adapters together are faster than NVLink
-    ("allgather_base", range(0, 16, 4), 64 * 3 / 4 / 1),  # two adapters per domain
-    ("allgather_base", range(0, 64, 8), 64 * 7 / 8 / 0.5),  # one
-    ("allgather_base", range(8, 16), 64 * 7 / 8 / 2),  # within another domain
-    ("allgather_base", range(6, 10), 64 * 3 / 4 / 1),  # as many ranks, of two
-    ("all_to_all_single", range(16), 64 / 2 / 0.5),  # half of it leaves the domain
-    ("alltoall_base", range(9), 64 * 8 / 9 / 2),  # little of it, and what stays takes longer
-    ("send", [0, 8], 64 / 0.5),
-    ("send", [0, 1], 64 / 2),
-    ("recv", [0, 1, 8], 64 / 2),  # to the next stage, whatever lies behind
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ranks", "seconds"),
+    [
+        ("allgather_base", range(8), 64 * 7 / 8 / 2),  # within a domain
+        ("allreduce", range(8), 2 * 64 * 7 / 8 / 2),
+        ("all_reduce", range(8), 2 * 64 * 7 / 8 / 2),
+        (
+            "reduce_scatter_base",
+            range(16),
+            64 * 15 / 16 / 2,
+        ),  # 8 adapters together are faster than NVLink
+        ("allgather_base", range(0, 16, 4), 64 * 3 / 4 / 1),  # two adapters per domain
+        ("allgather_base", range(0, 64, 8), 64 * 7 / 8 / 0.5),  # one
+        ("allgather_base", range(8, 16), 64 * 7 / 8 / 2),  # within another domain
+        ("allgather_base", range(6, 10), 64 * 3 / 4 / 1),  # as many ranks, of two
+        ("all_to_all_single", range(16), 64 / 2 / 0.5),  # half of it leaves the domain
+        ("alltoall_base", range(9), 64 * 8 / 9 / 2),  # little of it, and what stays takes longer
+        ("send", [0, 8], 64 / 0.5),
+        ("send", [0, 1], 64 / 2),
+        ("recv", [0, 1, 8], 64 / 2),  # to the next stage, whatever lies behind
+    ],
+)
 def test_collectives(name, ranks, seconds):
     event = Event(name, "collective", 0, [], [], payload=64)
     assert SECOND.collective_seconds(event, list(ranks)) == pytest.approx(seconds)
@@ -292,7 +405,11 @@ def test_systems_are_complete():
     }
     assert names == nvidia | {"mi300x"}
     for name in names:
-        assert load_system(name).bf16 > 1e14 and set(load_system(name).attention) == {"full", "causal", "flex"}
+        assert load_system(name).bf16 > 1e14 and set(load_system(name).attention) == {
+            "full",
+            "causal",
+            "flex",
+        }
     for row in published_rows().values():  # as --list prints them
         assert load_system(row["system"]) == load_system(row["system"].lower())
     with pytest.raises(InputError, match="--system=dgx is not one of dgx-h100, "):

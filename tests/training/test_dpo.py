@@ -25,14 +25,24 @@ from tests.helpers.hf_models import build
 from tests.helpers.oracle import check_close, copies
 
 TREE = {
-    "model": {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "initializer_range": 0.05},
+    "model": {
+        "name": "llama3-8b-tiny",
+        "vocab_size": 258,
+        "num_layers": 2,
+        "initializer_range": 0.05,
+    },
     "task": "dpo",
     "data": {"kind": "jsonl", "path": "x.jsonl", "template": "plain"},
     "batch": {"global": 8, "micro": 1, "seq_len": 64},
     "optim": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip": None},
     "device": "cpu",
 }
-SETTINGS = [{}, {"loss": "ipo"}, {"length_normalized": True}, {"loss": "ipo", "length_normalized": True, "beta": 0.3}]
+SETTINGS = [
+    {},
+    {"loss": "ipo"},
+    {"length_normalized": True},
+    {"loss": "ipo", "length_normalized": True, "beta": 0.3},
+]
 
 
 def made_up_pairs(count: int, vocab: int = 96) -> list[dict]:
@@ -43,14 +53,21 @@ def made_up_pairs(count: int, vocab: int = 96) -> list[dict]:
         return torch.randint(vocab, (size,), generator=generator).tolist()
 
     return [
-        {"prompt_ids": tokens(2 + n % 4), "chosen_ids": tokens(1 + 3 * n % 8), "rejected_ids": tokens(1 + 5 * n % 7)}
+        {
+            "prompt_ids": tokens(2 + n % 4),
+            "chosen_ids": tokens(1 + 3 * n % 8),
+            "rejected_ids": tokens(1 + 5 * n % 7),
+        }
         for n in range(count)
     ]
 
 
 def as_samples(pairs: list[dict]) -> list[list[ChatSample]]:
     return [
-        [ChatSample(**reply_sample(pair["prompt_ids"], pair[key])) for key in ("chosen_ids", "rejected_ids")]
+        [
+            ChatSample(**reply_sample(pair["prompt_ids"], pair[key]))
+            for key in ("chosen_ids", "rejected_ids")
+        ]
         for pair in pairs
     ]
 
@@ -62,22 +79,39 @@ def loss_of_trl(model, reference, pairs, kind: str, beta: float) -> torch.Tensor
     """The mean loss that TRL's trainer computes."""
     for each in (model, reference):
         add_fused_lm_head(each, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
-    alike = SimpleNamespace(gather_for_metrics=lambda x: x, gather=lambda x: x, device=torch.device("cpu"))
+    alike = SimpleNamespace(
+        gather_for_metrics=lambda x: x, gather=lambda x: x, device=torch.device("cpu")
+    )
     trainer = SimpleNamespace(
-        model=model, ref_model=reference, beta=beta, loss_types=[kind], loss_weights=[1.0], accelerator=alike,
-        aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=False, f_divergence_type="reverse_kl",
-        use_weighting=False, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
+        model=model,
+        ref_model=reference,
+        beta=beta,
+        loss_types=[kind],
+        loss_weights=[1.0],
+        accelerator=alike,
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=False,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
         args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs={}),
-    )  # fmt: skip
+    )
     return DPOTrainer._compute_loss(trainer, model, DataCollatorForPreference(0)(pairs), False)
 
 
-@pytest.mark.parametrize("kind, settings", [
-    ("sigmoid", DPO()),
-    ("sigmoid", DPO(beta=0.5)),
-    ("sigmoid_norm", DPO(beta=2.0, length_normalized=True)),
-    ("ipo", DPO(loss="ipo", length_normalized=True)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("sigmoid", DPO()),
+        ("sigmoid", DPO(beta=0.5)),
+        ("sigmoid_norm", DPO(beta=2.0, length_normalized=True)),
+        ("ipo", DPO(loss="ipo", length_normalized=True)),
+    ],
+    ids=str,
+)
 def test_losses_and_gradients_are_those_of_trl(tmp_path, kind, settings):
     """Pairs packed into rows here, padded there."""
     theirs, reference = build("llama3"), build("llama3", seed=1)
@@ -88,7 +122,9 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path, kind, settings):
     expected = loss_of_trl(theirs, reference, pairs, kind, settings.beta)
     expected.backward()
 
-    data = Pairs(as_samples(pairs), configs.from_dict(TREE | {"batch": TREE["batch"] | {"seq_len": 40}}))
+    data = Pairs(
+        as_samples(pairs), configs.from_dict(TREE | {"batch": TREE["batch"] | {"seq_len": 40}})
+    )
     assert 2 < len(data) < 6  # rows with several pairs, and not all with as many
     batch = rows(data, range(len(data)))
     with torch.no_grad():
@@ -99,7 +135,9 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path, kind, settings):
     loss.backward()
     torch.testing.assert_close(loss, expected.detach(), atol=1e-5, rtol=1e-5)
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    check_close([{name: p.grad for name, p in ours.named_parameters()}], gradients, 1e-4, "gradients")
+    check_close(
+        [{name: p.grad for name, p in ours.named_parameters()}], gradients, 1e-4, "gradients"
+    )
 
 
 def test_the_closed_form_of_ipo_without_normalization():
@@ -133,12 +171,18 @@ def one_process(pool):
 MOE = {"name": "mixtral-8x7b-tiny", "vocab_size": 258, "num_layers": 2, "initializer_range": 0.05}
 
 
-@pytest.mark.parametrize("parallel, dpo", [
-    ({"dp_shard": 2}, SETTINGS[0]), ({"dp_shard": 2, "tp": 2}, SETTINGS[0]), ({"dp_shard": 2, "pp": 2}, SETTINGS[0]),
-    ({"dp_replicate": 2, "dp_shard": 2, "reshard_after_forward": False}, SETTINGS[0]),
-    ({"tp": 2, "pp": 2}, SETTINGS[1]),
-    ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, SETTINGS[0]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel, dpo",
+    [
+        ({"dp_shard": 2}, SETTINGS[0]),
+        ({"dp_shard": 2, "tp": 2}, SETTINGS[0]),
+        ({"dp_shard": 2, "pp": 2}, SETTINGS[0]),
+        ({"dp_replicate": 2, "dp_shard": 2, "reshard_after_forward": False}, SETTINGS[0]),
+        ({"tp": 2, "pp": 2}, SETTINGS[1]),
+        ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, SETTINGS[0]),
+    ],
+    ids=str,
+)
 def test_every_layout_learns_as_one_process(pool, one_process, parallel, dpo):
     compare(pool, one_process[str(dpo)], TREE | {"dpo": dpo, "parallel": parallel})
 
@@ -157,13 +201,18 @@ def compare(pool, expected: tuple, tree: dict) -> None:
     results = pool.run(ranks, learn, tree)
     check_close([result[0] for result in results], before, 1e-6, "weights")
     changes = {name: after[name] - before[name] for name in after}
-    found = [{name: result[1][name] - result[0][name] for name in result[1]} for result in results]
+    found = [
+        {name: result[1][name] - result[0][name] for name in result[1]} for result in results
+    ]
     check_close(found, changes, 5e-5, "changes of two steps")
     for _, _, their_losses, their_numbers, their_reference in results:
         assert their_losses == pytest.approx(losses, rel=1e-5)
         assert their_numbers == pytest.approx(numbers, rel=1e-4, abs=1e-6)
         torch.testing.assert_close(their_reference, reference, rtol=1e-5, atol=1e-5)
-    assert 0 < numbers["reward_accuracy"] < 1 and numbers["reward_chosen"] != numbers["reward_rejected"]
+    assert (
+        0 < numbers["reward_accuracy"] < 1
+        and numbers["reward_chosen"] != numbers["reward_rejected"]
+    )
 
 
 def refuse_cp(tree: dict) -> str:
@@ -195,9 +244,17 @@ LINES = [
     {"prompt": "1+1?", "chosen": "2", "rejected": [BAD]},
     {"question": "1+1?", "chosen": "2", "rejected": "3"},
     {"messages": [ASKED], "chosen": GOOD, "rejected": BAD},  # axolotl's
-    {"conversations": [{"from": "human", "value": "1+1?"}], "chosen": {"from": "gpt", "value": "2"},
-     "rejected": {"from": "gpt", "value": "3"}},  # LLaMA-Factory's
-    {"messages": [ASKED, GOOD], "prompt": "1+1?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},  # UltraFeedback's
+    {
+        "conversations": [{"from": "human", "value": "1+1?"}],
+        "chosen": {"from": "gpt", "value": "2"},
+        "rejected": {"from": "gpt", "value": "3"},
+    },  # LLaMA-Factory's
+    {
+        "messages": [ASKED, GOOD],
+        "prompt": "1+1?",
+        "chosen": [ASKED, GOOD],
+        "rejected": [ASKED, BAD],
+    },  # UltraFeedback's
 ]
 
 
@@ -205,8 +262,9 @@ LINES = [
 def test_all_forms_of_a_line_are_one_pair(line):
     chosen, rejected = read_pair(line)
     assert [(turn.role, turn.content, turn.learned) for turn in chosen] == [
-        ("user", "1+1?", False), ("assistant", "2", True)
-    ]  # fmt: skip
+        ("user", "1+1?", False),
+        ("assistant", "2", True),
+    ]
     assert [turn.content for turn in rejected] == ["1+1?", "3"]
 
 
@@ -214,25 +272,53 @@ def test_replies_in_the_prompt_are_not_learned(tmp_path):
     turns = [ASKED, GOOD, message("user", "2+1?")]
     line = {"prompt": turns, "chosen": [BAD], "rejected": [message("assistant", "44")]}
     (tmp_path / "x.jsonl").write_text(json.dumps(line))
-    tree = TREE | {"data": TREE["data"] | {"path": str(tmp_path / "x.jsonl")}, "batch": {"seq_len": 256}}
+    tree = TREE | {
+        "data": TREE["data"] | {"path": str(tmp_path / "x.jsonl")},
+        "batch": {"seq_len": 256},
+    }
     data, held = open_dataset(configs.from_dict(tree))
     row = data.row(0)
-    learned = [row["labels"][(row["document_ids"] == n) & (row["labels"] >= 0)].tolist() for n in (0, 1)]
-    assert [bytes(t for t in tokens if t < 256) for tokens in learned] == [b"3", b"44"] and held is None
+    learned = [
+        row["labels"][(row["document_ids"] == n) & (row["labels"] >= 0)].tolist() for n in (0, 1)
+    ]
+    assert [bytes(t for t in tokens if t < 256) for tokens in learned] == [
+        b"3",
+        b"44",
+    ] and held is None
     assert row["document_ids"].unique().tolist() == [-1, 0, 1]
 
 
-@pytest.mark.parametrize("line, told", [
-    ({"prompt": "1+1?", "chosen": "2"}, "no key 'rejected'"),
-    ({"prompt": "1+1?", "chosen": "2", "rejected": "2"}, "'chosen' has no reply of its own"),
-    ({"prompt": "1+1?", "chosen": "2", "rejected": " "}, "'rejected' is empty"),
-    ({"prompt": 3, "chosen": "2", "rejected": "3"}, "'prompt' must be text, not int"),
-    ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "'chosen' is a text, and there is no 'prompt' that it answers"),
-    ({"prompt": "1+1?", "chosen": "2", "rejected": "3", "weight": 0.5}, "'weight' is 0.5, but a reply is learned or"),
-    ({"prompt": "1+1?", "chosen": "2", "rejected": "3", "image": "x.png"}, "'image' is not supported"),
-    ({"prompt": [{"role": "user", "content": "1+1?"}], "context": "c", "chosen": "2", "rejected": "3"},
-     "'context' is not supported"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        ({"prompt": "1+1?", "chosen": "2"}, "no key 'rejected'"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": "2"}, "'chosen' has no reply of its own"),
+        ({"prompt": "1+1?", "chosen": "2", "rejected": " "}, "'rejected' is empty"),
+        ({"prompt": 3, "chosen": "2", "rejected": "3"}, "'prompt' must be text, not int"),
+        (
+            {"chosen": "1+1? 2", "rejected": "1+1? 3"},
+            "'chosen' is a text, and there is no 'prompt' that it answers",
+        ),
+        (
+            {"prompt": "1+1?", "chosen": "2", "rejected": "3", "weight": 0.5},
+            "'weight' is 0.5, but a reply is learned or",
+        ),
+        (
+            {"prompt": "1+1?", "chosen": "2", "rejected": "3", "image": "x.png"},
+            "'image' is not supported",
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "1+1?"}],
+                "context": "c",
+                "chosen": "2",
+                "rejected": "3",
+            },
+            "'context' is not supported",
+        ),
+    ],
+    ids=str,
+)
 def test_lines_that_are_no_pair_are_refused(tmp_path, line, told):
     file = tmp_path / "x.jsonl"
     file.write_text(json.dumps(line))
@@ -243,13 +329,18 @@ def test_lines_that_are_no_pair_are_refused(tmp_path, line, told):
 
 def test_pairs_that_fill_more_than_a_row_are_cut_or_dropped(tmp_path):
     file = tmp_path / "x.jsonl"
-    lines = [{"prompt": "?", "chosen": "a" * 90, "rejected": "b"}, {"prompt": "?", "chosen": "c", "rejected": "d"}]
+    lines = [
+        {"prompt": "?", "chosen": "a" * 90, "rejected": "b"},
+        {"prompt": "?", "chosen": "c", "rejected": "d"},
+    ]
     masked = lines[1] | {"train": False}
     file.write_text("\n".join(map(json.dumps, [*lines, masked])))
     for over_long, count in (("truncate", 2), ("drop", 1)):
         tree = TREE | {"data": TREE["data"] | {"path": str(file), "over_long": over_long}}
         data, _ = open_dataset(configs.from_dict(tree))
-        assert len(data.pairs) == count and data.about.startswith(f"{count} pairs ({3 - count} dropped)")
+        assert len(data.pairs) == count and data.about.startswith(
+            f"{count} pairs ({3 - count} dropped)"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
@@ -257,20 +348,36 @@ def test_pairs_that_fill_more_than_a_row_are_cut_or_dropped(tmp_path):
 
 def test_a_run_learns_and_resumes(tmp_path):
     """The same losses with a stop in between: the reference is that of the weights before the first step."""
-    (tmp_path / "x.jsonl").write_text("".join(
-        json.dumps({"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n}"}) + "\n" for n in range(40)
-    ))  # fmt: skip
-    words = [f"data.path={tmp_path}/x.jsonl", "optim.lr=0.003", "optim.name=adamw", "data.validation=0.2"]
+    (tmp_path / "x.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n}"}) + "\n"
+            for n in range(40)
+        )
+    )
+    words = [
+        f"data.path={tmp_path}/x.jsonl",
+        "optim.lr=0.003",
+        "optim.name=adamw",
+        "data.validation=0.2",
+    ]
     words += ["validation.every=4", "checkpoint.every=4", "batch.seq_len=128"]
     file = tmp_path / "x.yaml"
     file.write_text(json.dumps(TREE))
 
     def run(name, *steps):
         for count in steps:
-            train.main(["--config", str(file), *words, f"out_dir={tmp_path / name}", f"steps={count}"])
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            train.main(
+                ["--config", str(file), *words, f"out_dir={tmp_path / name}", f"steps={count}"]
+            )
+        return [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
 
     whole, stopped = run("whole", 8), run("stopped", 4, 8)
     assert [line["loss"] for line in whole] == [line["loss"] for line in stopped]
     assert whole[0]["loss"] == pytest.approx(0.6931, abs=1e-4) and whole[-1]["val_loss"] < 0.3
-    assert whole[-1]["reward_accuracy"] == 1.0 and whole[-1]["reward_chosen"] > whole[-1]["reward_rejected"]
+    assert (
+        whole[-1]["reward_accuracy"] == 1.0
+        and whole[-1]["reward_chosen"] > whole[-1]["reward_rejected"]
+    )

@@ -16,7 +16,12 @@ from minitrain.training.ema import averaged_weights
 from tests.helpers.oracle import Batches, check_close, copies
 
 TREE = {
-    "model": {"name": "llama3-8b-tiny", "vocab_size": 128, "num_layers": 2, "initializer_range": 0.05},
+    "model": {
+        "name": "llama3-8b-tiny",
+        "vocab_size": 128,
+        "num_layers": 2,
+        "initializer_range": 0.05,
+    },
     "batch": {"global": 4, "micro": 1, "seq_len": 16},
     "optim": {"lr": 0.01, "ema": 0.8},
     "steps": 6,
@@ -31,7 +36,9 @@ def make(tree: dict):
 
 
 def averages(trainer) -> dict[str, torch.Tensor]:
-    return copies((name, trainer.optimizer.state[p]["ema"]) for name, p in trainer.model.named_parameters())
+    return copies(
+        (name, trainer.optimizer.state[p]["ema"]) for name, p in trainer.model.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -52,7 +59,9 @@ def test_averages_are_those_of_torch_and_diffusers(optimizer, warmup):
     expected = theirs.shadow_params if warmup else list(theirs.module.parameters())
     names = [name for name, _ in model.named_parameters()]
     check_close([averages(trainer)], dict(zip(names, expected, strict=True)), 1e-6, "averages")
-    assert not any(torch.equal(p, each) for p, each in zip(model.parameters(), expected, strict=True))
+    assert not any(
+        torch.equal(p, each) for p, each in zip(model.parameters(), expected, strict=True)
+    )
 
 
 def test_a_skipped_step_changes_nothing():
@@ -87,9 +96,15 @@ def learn(tree: dict, folder, resume: bool = False) -> tuple:
     return saved, inside, copies(trainer.model.named_parameters()), losses
 
 
-@pytest.mark.parametrize("parallel", [
-    {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}, {"dp_shard": 2, "reshard_after_forward": False},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"dp_shard": 2, "tp": 2},
+        {"dp_shard": 2, "pp": 2},
+        {"dp_shard": 2, "reshard_after_forward": False},
+    ],
+    ids=str,
+)
 def test_every_layout_and_checkpoints_between_them(pool, tmp_path, parallel):
     tree = TREE | {"parallel": parallel}
     # Adam's first steps would enlarge rounding where gradients vanish
@@ -112,7 +127,9 @@ def test_averages_are_fp32_beside_bf16_weights(pool, tmp_path):
     tree = TREE | {"precision": "bf16-pure", "optim": TREE["optim"] | {"states": "bf16"}}
     first, second = (pool.run(1, learn, tree, tmp_path, resume)[0] for resume in (False, True))
     check_close([second[0]], first[0], 0, "averages")
-    check_close([first[1]], {name: x.bfloat16() for name, x in first[0].items()}, 0, "weights inside")
+    check_close(
+        [first[1]], {name: x.bfloat16() for name, x in first[0].items()}, 0, "weights inside"
+    )
     assert first[3] == second[3] and first[3][0] == first[3][2]
 
 
@@ -127,7 +144,10 @@ def run(tmp_path):
         words_of_run = [*words, f"optim.ema={ema}", f"out_dir={tmp_path / name}"]
         for count in steps:
             train.main(["--config", str(file), *words_of_run, f"steps={count}"])
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         return lines, dict(load_pretrained(tmp_path / name).named_parameters())
 
     return train_to
@@ -139,11 +159,22 @@ def test_a_run_validates_and_exports_the_average(run, tmp_path):
     lines, average = run("average", 0.8, 6)
     stopped, resumed = run("stopped", 0.8, 3, 6)
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
-    assert [line.get("val_loss") for line in lines][3:] == [line.get("val_loss") for line in stopped][3:]
-    assert all(a["val_loss"] != b["val_loss"] for a, b in zip(lines, plain, strict=True) if "val_loss" in a)
+    assert [line.get("val_loss") for line in lines][3:] == [
+        line.get("val_loss") for line in stopped
+    ][3:]
+    assert all(
+        a["val_loss"] != b["val_loss"]
+        for a, b in zip(lines, plain, strict=True)
+        if "val_loss" in a
+    )
     check_close([resumed], average, 0, "exported after a stop")
     export_step.main(["--run", str(tmp_path / "average"), "--out", str(tmp_path / "exported")])
-    check_close([dict(load_pretrained(tmp_path / "exported").named_parameters())], average, 0, "exported by command")
+    check_close(
+        [dict(load_pretrained(tmp_path / "exported").named_parameters())],
+        average,
+        0,
+        "exported by command",
+    )
     assert not any(torch.equal(average[name], weights[name]) for name in weights)
 
 
@@ -152,7 +183,10 @@ def test_a_run_that_goes_on_drops_averages_or_begins_them(run, capsys):
     (_, fourth), (_, fifth), (_, sixth) = (run("plain", 0, steps) for steps in (4, 5, 6))
     run("changed", 0.8, 2)
     _, without = run("changed", 0, 4)
-    assert "note: optim.ema=0: the checkpoint's averages of the weights are dropped" in capsys.readouterr().out
+    assert (
+        "note: optim.ema=0: the checkpoint's averages of the weights are dropped"
+        in capsys.readouterr().out
+    )
     check_close([without], fourth, 0, "exported without averages")
     _, average = run("changed", 0.8, 6)
     assert "note: optim.ema begins with the weights after step 5" in capsys.readouterr().out

@@ -41,7 +41,9 @@ def footprints(tree: dict) -> tuple[dict[str, int], dict[str, int]]:
     taken = {
         "weights": total(trainer.model.state_dict().values()),
         "gradients": gradients[0],
-        "optimizer states": total(x for state in states for key, x in state.items() if key != "step"),
+        "optimizer states": total(
+            x for state in states for key, x in state.items() if key != "step"
+        ),
     }
     return reckoned, taken
 
@@ -53,13 +55,25 @@ def total(tensors) -> int:
 TINY = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 128}
 
 
-@pytest.mark.parametrize("tree", [
-    *({"precision": precision, "optim": {"states": states}} for precision, states, _ in BYTES),
-    {"optim": {"name": "sgd"}}, {"optim": {"name": "muon", "ema": 0.9}}, {"optim": {"ema": 0.9}},
-    {"lora": {"rank": 4}}, {"lora": {"rank": 4}, "precision": "bf16"},
-    {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}, {"parallel": {"dp_replicate": 2}},
-    {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2}},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        *(
+            {"precision": precision, "optim": {"states": states}}
+            for precision, states, _ in BYTES
+        ),
+        {"optim": {"name": "sgd"}},
+        {"optim": {"name": "muon", "ema": 0.9}},
+        {"optim": {"ema": 0.9}},
+        {"lora": {"rank": 4}},
+        {"lora": {"rank": 4}, "precision": "bf16"},
+        {"parallel": {"tp": 2}},
+        {"parallel": {"pp": 2}},
+        {"parallel": {"dp_replicate": 2}},
+        {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2}},
+    ],
+    ids=str,
+)
 def test_what_is_reckoned_is_what_is_taken(pool, tree):
     for reckoned, taken in pool.run(2, footprints, {"model": TINY} | tree):
         assert reckoned == taken
@@ -70,7 +84,9 @@ def test_free_memory(monkeypatch, tmp_path):
     assert memory / 100 < footprint.free_memory(CPU) < memory
     monkeypatch.setattr(footprint, "LINUX_MEMORY", tmp_path / "meminfo")  # macOS has no such file
     assert footprint.free_memory(CPU) == memory
-    footprint.LINUX_MEMORY.write_text("MemTotal:  24 kB\nMemFree:   2 kB\nMemAvailable:   16 kB\n")
+    footprint.LINUX_MEMORY.write_text(
+        "MemTotal:  24 kB\nMemFree:   2 kB\nMemAvailable:   16 kB\n"
+    )
     assert footprint.free_memory(CPU) == 16 * 1024
     monkeypatch.setattr(footprint, "OWN_GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(footprint, "CONTROL_GROUPS", tmp_path)
@@ -102,14 +118,29 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
 def test_train_says_first_what_it_is_about_to_do(tmp_path):
     words = ["model=llama3.1-405b", "device=cpu", f"out_dir={tmp_path / 'out'}"]
     result = command("-m", "minitrain.train", "--config", "configs/quickstart.yaml", *words)
-    assert result.stdout.startswith("llama3.1-405b with random weights, 405,853.4M parameters: pretrain in fp32")
-    assert re.fullmatch(r"error: .* GiB .* needed on a rank, and .* are free on its CPU \(use .*\)\n", result.stderr)
+    assert result.stdout.startswith(
+        "llama3.1-405b with random weights, 405,853.4M parameters: pretrain in fp32"
+    )
+    assert re.fullmatch(
+        r"error: .* GiB .* needed on a rank, and .* are free on its CPU \(use .*\)\n",
+        result.stderr,
+    )
     assert result.returncode == 2
 
 
 def test_a_dry_run_says_the_same_sum():
-    result = command("bench.py", "--dry-run", "--config", "configs/quickstart.yaml", "model=llama3-8b", "device=cpu")
-    assert "119.7 GiB (weights 29.9, gradients 29.9, optimizer states 59.8) and activations" in result.stdout
+    result = command(
+        "bench.py",
+        "--dry-run",
+        "--config",
+        "configs/quickstart.yaml",
+        "model=llama3-8b",
+        "device=cpu",
+    )
+    assert (
+        "119.7 GiB (weights 29.9, gradients 29.9, optimizer states 59.8) and activations"
+        in result.stdout
+    )
 
 
 def test_out_of_memory_is_one_line():
@@ -118,7 +149,9 @@ def test_out_of_memory_is_one_line():
     asked = r"rank 0 is out of memory \(you tried to allocate 36028797018963968 bytes\): use recompute=full, a smaller"
     assert re.match(asked, explain(caught.value))
     gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
-    assert "out of memory (Tried to allocate 2.00 GiB): use" in explain(torch.OutOfMemoryError(gpu))
+    assert "out of memory (Tried to allocate 2.00 GiB): use" in explain(
+        torch.OutOfMemoryError(gpu)
+    )
     assert "out of memory: use" in explain(MemoryError())
 
 
@@ -126,4 +159,9 @@ def test_a_compiler_that_is_missing_is_one_line():
     """On the CPU and on a GPU."""
     expected = "compile=true needs a C++ compiler, and torch finds none (install g++, set CXX, or use compile=false)"
     assert explain(InvalidCxxCompiler()) == expected
-    assert explain(RuntimeError("Failed to find C compiler. Please specify via CC environment variable")) == expected
+    assert (
+        explain(
+            RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+        )
+        == expected
+    )

@@ -36,7 +36,11 @@ class Few(Mock):
 
     def row(self, n):
         row = super().row(n % self.size)
-        return row | {"labels": torch.where(torch.arange(self.seq_len) <= n % self.size, row["labels"], IGNORE)}
+        return row | {
+            "labels": torch.where(
+                torch.arange(self.seq_len) <= n % self.size, row["labels"], IGNORE
+            )
+        }
 
 
 def test_an_evaluation_counts_no_row_twice():
@@ -54,11 +58,15 @@ def test_an_evaluation_reads_full_batches_a_step_at_a_time(batches, size):
     data.size, events = size, []
 
     def loss(*_):
-        events.append("loss and gradients" if torch.is_grad_enabled() else "loss")  # with these elements are dropped
+        events.append(
+            "loss and gradients" if torch.is_grad_enabled() else "loss"
+        )  # with these elements are dropped
         return torch.ones(())
 
     with (
-        mock.patch.object(data, "row", side_effect=lambda n: events.append(n) or Few.row(data, n)),
+        mock.patch.object(
+            data, "row", side_effect=lambda n: events.append(n) or Few.row(data, n)
+        ),
         mock.patch.object(trainer.objective, "loss", side_effect=loss),
     ):
         trainer.evaluate(data)
@@ -80,9 +88,14 @@ def test_routers_are_told_of_all_tokens_but_padding():
     model = {"name": "mixtral-8x7b-tiny", "num_layers": 1, "router_aux_loss_coef": 0.1}
     config = configs.from_dict(TREE | {"model": model})
     trainer, tokens = Trainer(config, start(config)), torch.zeros(1, 4, dtype=torch.int64)
-    batches = [{"tokens": tokens, "document_ids": torch.tensor([[0, 0, 1, -1]])}, {"tokens": tokens}]
+    batches = [
+        {"tokens": tokens, "document_ids": torch.tensor([[0, 0, 1, -1]])},
+        {"tokens": tokens},
+    ]
     set_token_counts(trainer.model, batches, trainer.meshes, trainer.device)
-    assert [module.tokens_per_step for module in trainer.model.modules() if isinstance(module, Router)] == [3 + 4]
+    assert [
+        module.tokens_per_step for module in trainer.model.modules() if isinstance(module, Router)
+    ] == [3 + 4]
 
 
 def test_all_of_a_batch_goes_to_the_device():
@@ -99,15 +112,22 @@ def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):
         clock[0] += 2
         return {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(1.0)}
 
-    monkeypatch.setattr("minitrain.training.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(
+        "minitrain.training.loop.time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
     trainer = SimpleNamespace(
-        config=configs.from_dict(TREE | {"steps": 3}), step=step, optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
-        total=None, objective=SimpleNamespace(metrics=lambda total: {}),
-    )  # fmt: skip
+        config=configs.from_dict(TREE | {"steps": 3}),
+        step=step,
+        optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
+        total=None,
+        objective=SimpleNamespace(metrics=lambda total: {}),
+    )
     found = []
     for numbers in training_steps(trainer, None, start=1, seen=4 * 16):
         clock[0] += 100
-        found.append([numbers[name] for name in ("step", "tokens", "step_time_s", "tokens_per_sec")])
+        found.append(
+            [numbers[name] for name in ("step", "tokens", "step_time_s", "tokens_per_sec")]
+        )
     assert found == [[2, 2 * 4 * 16, 2, 4 * 16 / 2], [3, 3 * 4 * 16, 2, 4 * 16 / 2]]
 
 
@@ -135,22 +155,33 @@ def draws(parallel):
     return seen
 
 
-@pytest.mark.parametrize("parallel, same", [
-    ({"dp_shard": 2, "tp": 2}, [0, 0, 1, 1]),
-    ({"pp": 2, "tp": 2}, [0, 0, 1, 1]),
-    ({"dp_shard": 2, "cp": 2}, [0, 1, 2, 3]),
-], ids=str)  # fmt: skip
-def test_steps_and_ranks_drop_elements_of_their_own_but_tensor_parallel_ranks_the_same(pool, parallel, same):
+@pytest.mark.parametrize(
+    "parallel, same",
+    [
+        ({"dp_shard": 2, "tp": 2}, [0, 0, 1, 1]),
+        ({"pp": 2, "tp": 2}, [0, 0, 1, 1]),
+        ({"dp_shard": 2, "cp": 2}, [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_steps_and_ranks_drop_elements_of_their_own_but_tensor_parallel_ranks_the_same(
+    pool, parallel, same
+):
     """same: equal numbers for ranks that must draw the same."""
     ranks = pool.run(4, draws, parallel)
-    assert all(first == again and len({first, second, other}) == 3 for first, second, again, other in ranks)
+    assert all(
+        first == again and len({first, second, other}) == 3
+        for first, second, again, other in ranks
+    )
     first = [rank[0] for rank in ranks]
     assert [first.index(number) for number in first] == [same.index(group) for group in same]
 
 
 def draw(folder):
     """What two ranks say of the same drawing, and which of them has written it."""
-    config = configs.load(ROOT / "configs/train/shapes.yaml", ["model.num_layers=1", "batch.micro=16", "device=cpu"])
+    config = configs.load(
+        ROOT / "configs/train/shapes.yaml", ["model.num_layers=1", "batch.micro=16", "device=cpu"]
+    )
     model, path = build_model(config, start(config)), folder / f"rank-{dist.get_rank()}.png"
     said = draw_shapes(model, path, steps=1, guidance=1.0, write=dist.get_rank() == 0)
     return said.split(":")[1], path.exists()

@@ -38,7 +38,9 @@ def test_equals_materialised_logits(monkeypatch, chunk, frozen):
     expected = materialised(hidden, weight, labels) / 7
     ours = linear_cross_entropy(hidden, weight, labels) / 7  # the upstream gradient is not 1
     torch.testing.assert_close(ours, expected)
-    for mine, reference in zip(torch.autograd.grad(ours, learned), torch.autograd.grad(expected, learned), strict=True):
+    for mine, reference in zip(
+        torch.autograd.grad(ours, learned), torch.autograd.grad(expected, learned), strict=True
+    ):
         torch.testing.assert_close(mine, reference)
     with torch.no_grad():
         torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels) / 7, expected)
@@ -48,7 +50,9 @@ def test_bf16_gradients_are_scaled_in_fp32():
     """By 1 / 3, of which bf16 has 0.334: every gradient below the head would be 0.2 % larger than the head's own."""
     hidden, weight, labels = problem(tokens=200, dtype=torch.bfloat16)
     sums = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), [hidden, weight])
-    means = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / 3, [hidden, weight])
+    means = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels) / 3, [hidden, weight]
+    )
     for mean, total in zip(means, sums, strict=True):
         assert mean.dtype == torch.bfloat16
         ratio = (mean.double() * total.double()).sum() / total.double().square().sum()
@@ -61,7 +65,9 @@ def test_huge_logits_do_not_overflow():
     ours, expected = (f(hidden, weight, labels) for f in (linear_cross_entropy, materialised))
     assert torch.isfinite(ours)
     torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(torch.autograd.grad(ours, hidden), torch.autograd.grad(expected, hidden))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, hidden), torch.autograd.grad(expected, hidden)
+    )
 
 
 def test_nothing_to_predict_is_zero_with_zero_gradients():
@@ -71,7 +77,9 @@ def test_nothing_to_predict_is_zero_with_zero_gradients():
     assert all((g == 0).all() for g in torch.autograd.grad(value, [hidden, weight]))
 
 
-@pytest.mark.parametrize("function", [linear_cross_entropy, lambda *inputs: -linear_log_probs(*inputs)[0].sum()])
+@pytest.mark.parametrize(
+    "function", [linear_cross_entropy, lambda *inputs: -linear_log_probs(*inputs)[0].sum()]
+)
 def test_bf16_weights_gradient_is_summed_in_fp32(monkeypatch, function):
     """Each chunk adds one part in 512 of what is there already: bf16 sums would lose every one of them."""
     monkeypatch.setattr(loss, "CHUNK", 1)
@@ -106,11 +114,15 @@ def test_bf16_logits_are_computed_with_in_fp32(name):
     hidden, weight, labels = problem(dtype=torch.bfloat16)
     logits = (hidden @ weight.T).detach().float().requires_grad_()
     value, *gradients = values_and_gradients(FUNCTIONS[name], hidden, weight, labels)
-    expected, *others = values_and_gradients(FUNCTIONS[name], logits, torch.eye(len(weight)).requires_grad_(), labels)
+    expected, *others = values_and_gradients(
+        FUNCTIONS[name], logits, torch.eye(len(weight)).requires_grad_(), labels
+    )
     torch.testing.assert_close(value, expected)
     if gradients:
         of_logits = others[0][0]
-        for mine, right in zip(gradients, (of_logits @ weight.float(), of_logits.T @ hidden[0].float()), strict=True):
+        for mine, right in zip(
+            gradients, (of_logits @ weight.float(), of_logits.T @ hidden[0].float()), strict=True
+        ):
             assert (mine - right).norm() < 2**-8 * right.norm()
 
 
@@ -122,7 +134,9 @@ def one_graph(function, weight):
 def values_and_gradients(function, hidden, weight, labels):
     out = function(hidden, weight, labels)
     upstream = torch.linspace(0.5, 2, out.numel(), device=out.device).view(out.shape)
-    return out, *(torch.autograd.grad((out * upstream).sum(), [hidden, weight]) if out.requires_grad else ())
+    return out, *(
+        torch.autograd.grad((out * upstream).sum(), [hidden, weight]) if out.requires_grad else ()
+    )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -145,13 +159,21 @@ def test_compiled_on_cuda_equals_cpu(monkeypatch, name, dtype):
     hidden, weight, labels = problem(tokens=150, dim=64, vocab=1000, dtype=torch.float32)
     hidden, weight = ((x / 4).detach().to(dtype).requires_grad_() for x in (hidden, weight))
     expected = values_and_gradients(FUNCTIONS[name], hidden.float(), weight.float(), labels)
-    inputs = (hidden.detach().cuda().requires_grad_(), weight.detach().cuda().requires_grad_(), labels.cuda())
+    inputs = (
+        hidden.detach().cuda().requires_grad_(),
+        weight.detach().cuda().requires_grad_(),
+        labels.cuda(),
+    )
     for one, other in zip(values_and_gradients(FUNCTIONS[name], *inputs), expected, strict=True):
-        assert (one.cpu() - other).norm() < (1e-5 if dtype == torch.float32 else 0.01) * other.norm()
+        assert (one.cpu() - other).norm() < (
+            1e-5 if dtype == torch.float32 else 0.01
+        ) * other.norm()
 
 
 @pytest.mark.parametrize(
-    "loss", [linear_cross_entropy, lambda *given: linear_log_probs(*given)[0].sum()], ids=["sum", "every token"]
+    "loss",
+    [linear_cross_entropy, lambda *given: linear_log_probs(*given)[0].sum()],
+    ids=["sum", "every token"],
 )
 def test_the_gradient_of_no_tokens_is_zero(loss):
     hidden, weight = torch.empty(0, 8, requires_grad=True), torch.ones(32, 8, requires_grad=True)

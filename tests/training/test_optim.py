@@ -27,7 +27,18 @@ from tests.helpers.oracle import check_close, snapshot
     [
         ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
         ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325, 0.1]),
-        ("cosine", [0.5, 1, 1, 0.1 + 0.9 * 0.5 * (1 + 0.5**0.5), 0.55, 0.1 + 0.9 * 0.5 * (1 - 0.5**0.5), 0.1]),
+        (
+            "cosine",
+            [
+                0.5,
+                1,
+                1,
+                0.1 + 0.9 * 0.5 * (1 + 0.5**0.5),
+                0.55,
+                0.1 + 0.9 * 0.5 * (1 - 0.5**0.5),
+                0.1,
+            ],
+        ),
         ("wsd", [0.5, 1, 1, 1, 0.7, 0.4, 0.1]),
     ],
 )
@@ -39,15 +50,21 @@ def test_schedule(schedule, expected):
 @pytest.mark.parametrize("steps, warmup", [(20, 2), (49, 4), (50, 50), (9, 0), (1, 0)])
 def test_a_run_that_is_shorter_than_its_warm_up_warms_up_for_a_tenth(steps, warmup):
     for schedule in ("constant", "linear", "cosine", "wsd"):
-        given, right = (Optim(lr=1.0, warmup=n, schedule=schedule, final_lr=0.1) for n in (50, warmup))
-        rates = [[learning_rate(n, steps, optim) for n in range(steps)] for optim in (given, right)]
+        given, right = (
+            Optim(lr=1.0, warmup=n, schedule=schedule, final_lr=0.1) for n in (50, warmup)
+        )
+        rates = [
+            [learning_rate(n, steps, optim) for n in range(steps)] for optim in (given, right)
+        ]
         assert rates[0] == rates[1]
     from_dict({"steps": steps, "optim": {"warmup": 50}})
 
 
 def test_a_run_of_warm_up_only_and_one_step():
     assert learning_rate(0, 1, Optim(lr=1.0, schedule="cosine")) == 1.0
-    assert [learning_rate(s, 2, Optim(lr=1.0, warmup=2, schedule="linear")) for s in range(2)] == [0.5, 1.0]
+    assert [
+        learning_rate(s, 2, Optim(lr=1.0, warmup=2, schedule="linear")) for s in range(2)
+    ] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3, 1e9])
@@ -59,7 +76,9 @@ def test_clipping_equals_torch(max_norm):
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
     norm = clip_gradients(ours, max_norm)
-    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm if max_norm is not None else float("inf"))
+    expected = torch.nn.utils.clip_grad_norm_(
+        theirs, max_norm if max_norm is not None else float("inf")
+    )
     torch.testing.assert_close(norm, expected)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
@@ -67,12 +86,17 @@ def test_clipping_equals_torch(max_norm):
 
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.zeros(n, 3, dtype=d)) for n, d in ((9, torch.bfloat16), (2, torch.float32))]
+    parameters = [
+        torch.nn.Parameter(torch.zeros(n, 3, dtype=d))
+        for n, d in ((9, torch.bfloat16), (2, torch.float32))
+    ]
     for p in parameters:
         p.grad = torch.randn_like(p)
     whole = torch.cat([p.grad.flatten().double() for p in parameters])
     assert clip_gradients(parameters, 1.0).item() == pytest.approx(whole.norm().item(), rel=1e-6)
-    assert clip_gradients(parameters, None).item() == pytest.approx(1.0, rel=4e-3)  # as all were scaled, and rounded
+    assert clip_gradients(parameters, None).item() == pytest.approx(
+        1.0, rel=4e-3
+    )  # as all were scaled, and rounded
 
 
 def test_clipping_without_gradients():
@@ -86,8 +110,10 @@ def test_only_matrices_decay():
     decayed, rest = make_optimizer(model, Optim(weight_decay=0.1)).param_groups
     assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0
     names = {id(p): name for name, p in model.named_parameters()}
-    assert all(name.endswith("_proj.weight") or "embed" in name or "lm_head" in name
-               for name in (names[id(p)] for p in decayed["params"]))  # fmt: skip
+    assert all(
+        name.endswith("_proj.weight") or "embed" in name or "lm_head" in name
+        for name in (names[id(p)] for p in decayed["params"])
+    )
     assert {names[id(p)].split(".")[-1] for p in rest["params"]} == {"weight", "bias"}
     assert len(decayed["params"]) + len(rest["params"]) == len(names)
 
@@ -96,7 +122,11 @@ def test_shifts_scales_and_gates_of_wan_do_not_decay():
     """The learned parts of its modulation, which are biases: matrices are what Linears and the convolution hold."""
     model = empty_model(model_config("wan2.1-1.3b-tiny"))
     decayed, rest = make_optimizer(model, Optim()).param_groups
-    matrices = [m for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv3d, FP32Linear))]
+    matrices = [
+        m
+        for m in model.modules()
+        if isinstance(m, (torch.nn.Linear, torch.nn.Conv3d, FP32Linear))
+    ]
     assert {id(p) for p in decayed["params"]} == {id(m.weight) for m in matrices}
     assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
@@ -152,13 +182,22 @@ def expected_adamw(weight, gradients, optim, decay):
 def test_adamw_is_the_papers(monkeypatch, states, stochastic, at_once):
     """In fp32 to rounding; with states in bf16 as near as their 8 bits allow."""
     monkeypatch.setattr(adamw, "AT_ONCE", at_once)
-    optim = Optim(lr=0.1, weight_decay=0.3, eps=1e-3, states=states, stochastic_rounding=stochastic)
+    optim = Optim(
+        lr=0.1, weight_decay=0.3, eps=1e-3, states=states, stochastic_rounding=stochastic
+    )
     model = parameters_of((6, 4), (5,), (2, 3, 2))
     optimizer = make_optimizer(model, optim)
     if states == "fp32":  # what bf16 weights use; torch's own would be tested else
         groups = optimizer.param_groups
-        optimizer = adamw.AdamW(groups, {p: n for n, p in model.named_parameters()}, torch.float32, True,
-                                optim.lr, tuple(optim.betas), optim.eps)  # fmt: skip
+        optimizer = adamw.AdamW(
+            groups,
+            {p: n for n, p in model.named_parameters()},
+            torch.float32,
+            True,
+            optim.lr,
+            tuple(optim.betas),
+            optim.eps,
+        )
     assert type(optimizer) is adamw.AdamW
     before = [p.detach().clone() for p in model.parameters()]
     gradients = [[torch.randn_like(p) for p in before] for _ in range(3)]
@@ -167,14 +206,21 @@ def test_adamw_is_the_papers(monkeypatch, states, stochastic, at_once):
             p.grad = gradient.clone()
         optimizer.step()
     for i, p in enumerate(model.parameters()):
-        weight, m, v = expected_adamw(before[i], [each[i] for each in gradients], optim, 0.3 if p.ndim > 1 else 0)
+        weight, m, v = expected_adamw(
+            before[i], [each[i] for each in gradients], optim, 0.3 if p.ndim > 1 else 0
+        )
         exact = states == "fp32"
         state = optimizer.state[p]
         torch.testing.assert_close(p.double(), weight, rtol=1e-6, atol=1e-6 if exact else 5e-3)
         torch.testing.assert_close(
-            state["exp_avg"].double(), m, rtol=1e-6 if exact else 0.03, atol=1e-6 if exact else 5e-3
+            state["exp_avg"].double(),
+            m,
+            rtol=1e-6 if exact else 0.03,
+            atol=1e-6 if exact else 5e-3,
         )
-        torch.testing.assert_close(state["exp_avg_sq"].double(), v, rtol=1e-6 if exact else 0.03, atol=1e-7)
+        torch.testing.assert_close(
+            state["exp_avg_sq"].double(), v, rtol=1e-6 if exact else 0.03, atol=1e-7
+        )
         assert state["step"] == 3 and state["exp_avg"].dtype == getattr(
             torch, {"fp32": "float32", "bf16": "bfloat16"}[states]
         )
@@ -189,7 +235,10 @@ def test_small_parameters_share_a_batch(monkeypatch):
 
 def test_bf16_weights_are_the_fp32_step_rounded():
     """With states in fp32, each step from bf16 weights is torch's own in fp32 from the same, rounded to the nearest."""
-    ours, theirs = parameters_of((8, 5), dtype=torch.bfloat16), parameters_of((8, 5), dtype=torch.bfloat16).float()
+    ours, theirs = (
+        parameters_of((8, 5), dtype=torch.bfloat16),
+        parameters_of((8, 5), dtype=torch.bfloat16).float(),
+    )
     optim = Optim(lr=0.05)
     first, second = make_optimizer(ours, optim), make_optimizer(theirs, optim)
     for _ in range(4):
@@ -205,19 +254,27 @@ def test_stochastic_rounding_is_unbiased():
     """Over 20,000 draws the mean is the number itself, to 5 standard errors, whichever way it is signed or sized."""
     x = torch.tensor([1.0, 1 + 1 / 512, 1 + 1e-3, -3.14159, 1e-30, -2.5e20, 1.9999, 0.0, 1e-40])
     places = (slice(0, 1000), slice(3, 3 + len(x)))
-    bits = torch.cat([adamw.random_bits("w", torch.tensor(float(step)), places) for step in range(20)])
+    bits = torch.cat(
+        [adamw.random_bits("w", torch.tensor(float(step)), places) for step in range(20)]
+    )
     draws = adamw.round_stochastically(x.expand(bits.shape).contiguous(), bits).double()
-    below = (x.view(torch.int32) & -0x10000).view(torch.float32).double()  # the bf16 neighbour next to zero
+    below = (
+        (x.view(torch.int32) & -0x10000).view(torch.float32).double()
+    )  # the bf16 neighbour next to zero
     gap = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double() - below
     share = (x.double() - below) / gap
-    assert ((draws - below).abs().isclose(gap.abs()) | (draws == below)).all()  # nothing but the two neighbours
+    assert (
+        (draws - below).abs().isclose(gap.abs()) | (draws == below)
+    ).all()  # nothing but the two neighbours
     error = ((draws - below) / gap).mean(0) - share
     assert (error.abs() <= 5 * (share * (1 - share) / len(bits)).sqrt() + 1e-12).all()
 
 
 def test_what_rounding_must_not_touch():
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.5])
-    special = torch.cat([special, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])  # CUDA's NaNs
+    special = torch.cat(
+        [special, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)]
+    )  # CUDA's NaNs
     rounded = adamw.round_stochastically(special, torch.full((6,), 0xFFFF, dtype=torch.int32))
     torch.testing.assert_close(rounded.float(), special, equal_nan=True, rtol=0, atol=0)
 
@@ -235,14 +292,18 @@ def test_random_bits_are_uniform_and_of_their_own_place():
     assert all(abs(correlation) < 5 / bits.numel() ** 0.5 for correlation in neighbours)
     part = adamw.random_bits("w", torch.tensor(4.0), (slice(100, 200), slice(7, 9)))
     assert torch.equal(part, bits[100:200, 7:9])
-    for other in (adamw.random_bits("v", torch.tensor(4.0), (slice(0, 300), slice(0, 400))),
-                  adamw.random_bits("w", torch.tensor(5.0), (slice(0, 300), slice(0, 400)))):  # fmt: skip
+    for other in (
+        adamw.random_bits("v", torch.tensor(4.0), (slice(0, 300), slice(0, 400))),
+        adamw.random_bits("w", torch.tensor(5.0), (slice(0, 300), slice(0, 400))),
+    ):
         assert (other == bits).double().mean() < 1e-3
 
 
 def test_weights_and_states_of_all_parameters_are_rounded_by_bits_of_their_own(monkeypatch):
     keys, random_bits = [], adamw.random_bits
-    monkeypatch.setattr(adamw, "random_bits", lambda key, *rest: keys.append(key) or random_bits(key, *rest))
+    monkeypatch.setattr(
+        adamw, "random_bits", lambda key, *rest: keys.append(key) or random_bits(key, *rest)
+    )
     model = parameters_of((3, 2), (3, 2), dtype=torch.bfloat16)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -256,7 +317,9 @@ def test_small_updates_survive_in_the_mean():
     for stochastic in (False, True):
         model = parameters_of((64, 64), dtype=torch.bfloat16)
         model.p0.data.fill_(1.0)
-        optim = Optim(lr=2**-8 / 1000, weight_decay=0.0, states="bf16", stochastic_rounding=stochastic)
+        optim = Optim(
+            lr=2**-8 / 1000, weight_decay=0.0, states="bf16", stochastic_rounding=stochastic
+        )
         optimizer = make_optimizer(model, optim)
         for _ in range(1000):
             model.p0.grad = torch.ones(64, 64, dtype=torch.bfloat16)
@@ -299,7 +362,9 @@ def train_sharded(optim, folder, world_size, resumed):
 def test_stochastic_rounding_does_not_depend_on_layout_or_interruptions(pool, tmp_path):
     optim = Optim(lr=0.05, states="bf16", stochastic_rounding=True)
     expected = pool.run(1, train_sharded, optim, tmp_path / "1", 1, False)[0]
-    nearest = pool.run(1, train_sharded, Optim(lr=0.05, states="bf16"), tmp_path / "n", 1, False)[0]
+    nearest = pool.run(1, train_sharded, Optim(lr=0.05, states="bf16"), tmp_path / "n", 1, False)[
+        0
+    ]
     assert not torch.equal(expected["p0"], nearest["p0"])  # it does round otherwise
     for world_size, resumed in ((1, True), (2, True), (4, False)):
         folder = tmp_path / f"{world_size}-{resumed}"
@@ -318,7 +383,9 @@ def resume_with(first, second, folder):
         model.p0.grad = torch.ones_like(model.p0)
         optimizer.step()
         checkpointer.save(1, model, optimizer, {})
-        results.append((optimizer.state[model.p0]["exp_avg"].dtype, optimizer.state[model.p0]["step"].item()))
+        results.append(
+            (optimizer.state[model.p0]["exp_avg"].dtype, optimizer.state[model.p0]["step"].item())
+        )
     return results
 
 
@@ -343,17 +410,31 @@ BYTES = [
 
 def bytes_of_a_step(precision, states):
     """What lasts, after a real training step up to the release of the gradients."""
-    config = configs.from_dict({
-        "model": {"name": "llama3-8b-tiny", "num_layers": 2}, "batch": {"global": 2, "micro": 1, "seq_len": 8},
-        "precision": precision, "optim": {"states": states}, "device": "cpu",
-    })  # fmt: skip
+    config = configs.from_dict(
+        {
+            "model": {"name": "llama3-8b-tiny", "num_layers": 2},
+            "batch": {"global": 2, "micro": 1, "seq_len": 8},
+            "precision": precision,
+            "optim": {"states": states},
+            "device": "cpu",
+        }
+    )
     trainer = Trainer(config, start(config))
     batches = trainer.micro_batches(open_dataset(config)[0], 0)
     forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
     trainer.optimizer.step()
-    parameters = list(trainer.model.state_dict().values())  # FSDP's shards again, not what it has gathered
+    parameters = list(
+        trainer.model.state_dict().values()
+    )  # FSDP's shards again, not what it has gathered
     held = [list(trainer.model.parameters()), [p.grad for p in trainer.model.parameters()]]
-    held.append([x for state in trainer.optimizer.state.values() for key, x in state.items() if key != "step"])
+    held.append(
+        [
+            x
+            for state in trainer.optimizer.state.values()
+            for key, x in state.items()
+            if key != "step"
+        ]
+    )
     count = sum(p.numel() for p in parameters)
     return tuple(sum(local_shard(x)[0].nbytes for x in tensors) / count for tensors in held)
 
@@ -365,11 +446,15 @@ def test_bytes_per_parameter(pool, precision, states, expected):
 
 def gradients(precision):
     """Of a step of 64 micro-batches."""
-    config = configs.from_dict({
-        "model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 128}, "precision": precision,
-        "batch": {"global": 64, "micro": 1, "seq_len": 16}, "device": "cpu",
-        "parallel": {"reshard_after_forward": False},  # so that whole gradients add up
-    })  # fmt: skip
+    config = configs.from_dict(
+        {
+            "model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 128},
+            "precision": precision,
+            "batch": {"global": 64, "micro": 1, "seq_len": 16},
+            "device": "cpu",
+            "parallel": {"reshard_after_forward": False},  # so that whole gradients add up
+        }
+    )
     trainer = Trainer(config, start(config))
     batches = trainer.micro_batches(open_dataset(config)[0], 0)
     forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
@@ -378,24 +463,46 @@ def gradients(precision):
 
 def test_gradients_that_add_up_in_bf16_are_off_by_a_percent(pool):
     """What config.py says of bf16-pure; of the error, half comes from computing in bf16."""
-    (pure,), (mixed,), (exact,) = (pool.run(1, gradients, precision) for precision in ("bf16-pure", "bf16", "fp32"))
+    (pure,), (mixed,), (exact,) = (
+        pool.run(1, gradients, precision) for precision in ("bf16-pure", "bf16", "fp32")
+    )
     assert 0.005 < (pure - exact).norm() / exact.norm() < 0.02
     assert 0.3 < (mixed - exact).norm() / (pure - exact).norm() < 0.7
 
 
-@pytest.mark.parametrize("tree, message", [
-    ({"optim": {"stochastic_rounding": True}}, "optim.stochastic_rounding=true needs bf16 to round to"),
-    ({"optim": {"stochastic_rounding": True}, "precision": "bf16-pure", "lora": {}}, "round to: lora.dtype=bf16 or"),
-    ({"optim": {"name": "sgd", "states": "bf16"}}, "optim.states=bf16 and stochastic_rounding are for"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        (
+            {"optim": {"stochastic_rounding": True}},
+            "optim.stochastic_rounding=true needs bf16 to round to",
+        ),
+        (
+            {"optim": {"stochastic_rounding": True}, "precision": "bf16-pure", "lora": {}},
+            "round to: lora.dtype=bf16 or",
+        ),
+        (
+            {"optim": {"name": "sgd", "states": "bf16"}},
+            "optim.states=bf16 and stochastic_rounding are for",
+        ),
+    ],
+)
 def test_states_that_cannot_be(tree, message):
     with pytest.raises(InputError, match=message):
         configs.from_dict(tree)
 
 
-@pytest.mark.parametrize("tree", [
-    {"precision": "bf16-pure"}, {"optim": {"states": "bf16"}}, {"lora": {}, "optim": {"states": "bf16"}},
-    {"lora": {"dtype": "bf16"}},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"precision": "bf16-pure"},
+        {"optim": {"states": "bf16"}},
+        {"lora": {}, "optim": {"states": "bf16"}},
+        {"lora": {"dtype": "bf16"}},
+    ],
+    ids=str,
+)
 def test_whatever_is_in_bf16_can_be_rounded_stochastically(tree):
-    assert configs.from_dict(tree | {"optim": tree.get("optim", {}) | {"stochastic_rounding": True}})
+    assert configs.from_dict(
+        tree | {"optim": tree.get("optim", {}) | {"stochastic_rounding": True}}
+    )

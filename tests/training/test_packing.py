@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from minitrain.training.packing import first_fit_decreasing, pack_row
 
-cases = st.integers(1, 30).flatmap(lambda top: st.tuples(st.lists(st.integers(0, top), max_size=40), st.just(top)))
+cases = st.integers(1, 30).flatmap(
+    lambda top: st.tuples(st.lists(st.integers(0, top), max_size=40), st.just(top))
+)
 
 
 def literally(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -47,8 +49,10 @@ def test_a_sample_longer_than_a_row_is_refused():
 
 
 def test_a_packed_row_by_hand():
-    samples = [{"tokens": np.array([5, 6, 7]), "weights": np.array([0.5, 1, 2], np.float32)},
-               {"tokens": np.array([8]), "weights": np.array([4], np.float32)}]  # fmt: skip
+    samples = [
+        {"tokens": np.array([5, 6, 7]), "weights": np.array([0.5, 1, 2], np.float32)},
+        {"tokens": np.array([8]), "weights": np.array([4], np.float32)},
+    ]
     row = pack_row(samples, 6, {"tokens": 0, "weights": -1})
     assert row["weights"].dtype == torch.float32
     assert {key: value.tolist() for key, value in row.items()} == {
@@ -58,4 +62,6 @@ def test_a_packed_row_by_hand():
         "document_ids": [0, 0, 0, 1, -1, -1],
     }
     assert pack_row(samples, 4, {"tokens": 0})["document_ids"].tolist() == [0, 0, 0, 1]
-    assert pack_row([{"tokens": np.array([], int)}], 3, {"tokens": 0})["document_ids"].tolist() == [-1, -1, -1]
+    assert pack_row([{"tokens": np.array([], int)}], 3, {"tokens": 0})[
+        "document_ids"
+    ].tolist() == [-1, -1, -1]

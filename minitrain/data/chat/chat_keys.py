@@ -10,18 +10,8 @@ them in a reply. masked: keys that say so in another way, as do others with a wo
 LEARNING = ("train", "learn", "loss", "mask", "weight", "supervis", "ignor", "skip")
 
 CHAT_KEYS = {
-    "chats": [
-        "messages",
-        "conversations",
-    ],
-    "prompts": [
-        "prompt",
-        "instruction",
-        "question",
-        "problem",
-        "query",
-        "input",
-    ],
+    "chats": ["messages", "conversations"],
+    "prompts": ["prompt", "instruction", "question", "problem", "query", "input"],
     "responses": [
         "response",
         "completion",
@@ -31,12 +21,7 @@ CHAT_KEYS = {
         "generated_solution",
         "expected_answer",
     ],
-    "systems": [
-        "system",
-        "system_prompt",
-        "system_message",
-        "system_instruction",
-    ],
+    "systems": ["system", "system_prompt", "system_message", "system_instruction"],
     "thoughts": [
         "reasoning_content",
         "reasoning",
@@ -56,21 +41,8 @@ CHAT_KEYS = {
         "output",
         "completion",
     ],
-    "hidden": [
-        "images",
-        "image",
-        "videos",
-        "video",
-        "audios",
-        "audio",
-        "files",
-        "attachments",
-    ],
-    "hidden_line": [
-        "functions",
-        "available_tools",
-        "tool_definitions",
-    ],
+    "hidden": ["images", "image", "videos", "video", "audios", "audio", "files", "attachments"],
+    "hidden_line": ["functions", "available_tools", "tool_definitions"],
     "hidden_beside": [
         "history",
         "document",
@@ -115,11 +87,7 @@ CHAT_KEYS = {
         "compute_loss",
         "sample_weight",
     ],
-    "learned_inside": [
-        "training",
-        "loss",
-        "step_loss_mask",
-    ],
+    "learned_inside": ["training", "loss", "step_loss_mask"],
     "masked": [
         "mask",
         "masked",

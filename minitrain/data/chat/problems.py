@@ -118,11 +118,7 @@ def split_by_prompt(
 
 
 def encode_problem(
-    messages: Chat,
-    answer: str,
-    row: dict,
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
+    messages: Chat, answer: str, row: dict, template: ChatTemplate, tokenizer: Tokenizer
 ) -> Problem:
     """Return the problem of a reply to the messages.
 

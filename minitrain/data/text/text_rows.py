@@ -91,14 +91,7 @@ class Packed:
     are longer than a row are cut, into rows and a rest. usable: the numbers of the rows.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        seq_len: int,
-        seed: int,
-        *notes: str,
-        whole: bool = False,
-    ):
+    def __init__(self, corpus: Corpus, seq_len: int, seed: int, *notes: str, whole: bool = False):
         self.corpus = corpus
         self.seq_len = seq_len
         self.seed = seed

@@ -26,14 +26,7 @@ LLMC_HEADER = 1024
 LLMC = {20240520: "<u2", 20240801: "<u4"}
 # magic, version, type, number of sequences and of documents + 1; types of integers by their codes
 MEGATRON_HEADER = "<9sQBQQ"
-MEGATRON = {
-    1: "<u1",
-    2: "<i1",
-    3: "<i2",
-    4: "<i4",
-    5: "<i8",
-    8: "<u2",
-}
+MEGATRON = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 NPY = b"\x93NUMPY"
 # the width of raw tokens is guessed from at most and at least so many
 LOOKED_AT = 1 << 13

@@ -46,13 +46,7 @@ from minitrain.models.wan_config import WanConfig
 from minitrain.settings import Config
 from minitrain.training.flow import Noised, generator
 
-DIMENSIONS = {
-    "latents": 4,
-    "text": 2,
-    "negative": 2,
-    "condition": 4,
-    "image": 2,
-}
+DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
 TEXTS = "text", "negative"
 # tokens behind those of the image: a constant in diffusers' attention of WanTransformer3DModel
 DIFFUSERS_TEXT = 512

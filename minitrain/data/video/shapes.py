@@ -29,12 +29,7 @@ COLOURS = {
     "yellow": (1, 0.9, 0.1),
 }
 SHAPES = ("square", "ring", "cross")
-DIRECTIONS = {
-    "left": (-1, 0),
-    "right": (1, 0),
-    "up": (0, -1),
-    "down": (0, 1),
-}
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 FRAMES = 4
 SIZE = 16
 PATCH = 4

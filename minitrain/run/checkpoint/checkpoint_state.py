@@ -65,11 +65,7 @@ def bit_sum(tensor: Tensor) -> int:
     return tensor.contiguous().view(whole_number).sum(dtype=torch.int64).item()
 
 
-def prepare_optimizer(
-    optimizer: Optimizer,
-    model: Module,
-    saved: Saved,
-) -> dict[str, Tensor]:
+def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict[str, Tensor]:
     """Replace the optimizer's state by empty tensors for all that is saved; return them by name.
 
     The name is `parameter name/key`. A tensor of its parameter's shape is sharded like it, and of
@@ -98,10 +94,7 @@ def prepare_optimizer(
 
 
 def check_weights(
-    folder: Path,
-    saved: Saved,
-    weights: dict[str, Tensor],
-    names: set[str],
+    folder: Path, saved: Saved, weights: dict[str, Tensor], names: set[str]
 ) -> None:
     """Raise InputError if a checkpoint's weights are not exactly `weights`, or, together, `names`.
 
@@ -129,12 +122,7 @@ def check_weights(
         )
 
 
-def check_origin(
-    folder: Path,
-    description: dict,
-    optimizer: Optimizer,
-    base: str,
-) -> None:
+def check_origin(folder: Path, description: dict, optimizer: Optimizer, base: str) -> None:
     """Raise InputError if a checkpoint is of another kind of optimizer, or of other frozen weights.
 
     The latter stand beside adapters.

@@ -97,13 +97,7 @@ class Checkpointer:
         """Return the step of the newest complete checkpoint; None if there is none."""
         return max(complete_steps(self.folder), default=None)
 
-    def save(
-        self,
-        step: int,
-        model: Module,
-        optimizer: Optimizer,
-        extra: dict,
-    ) -> None:
+    def save(self, step: int, model: Module, optimizer: Optimizer, extra: dict) -> None:
         """Write a checkpoint of `step`, replacing one of the same step.
 
         extra: anything that JSON can hold.
@@ -235,11 +229,7 @@ class Checkpointer:
         return self.folder / f"step-{step:08d}"
 
 
-def resume(
-    checkpointer: Checkpointer,
-    config: Config,
-    trainer: Trainer,
-) -> tuple[int, dict]:
+def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tuple[int, dict]:
     """Load the newest checkpoint, if there is one; return what `resume_point` finds in it.
 
     Raises InputError if there is one and the config forbids to resume.
@@ -254,11 +244,7 @@ def resume(
     return resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
 
 
-def save_step(
-    checkpointer: Checkpointer,
-    numbers: dict[str, Any],
-    trainer: Trainer,
-) -> None:
+def save_step(checkpointer: Checkpointer, numbers: dict[str, Any], trainer: Trainer) -> None:
     """Write the checkpoint from which `resume` goes on after a step with these numbers."""
     step = numbers["step"]
     # a copy, as validation adds to them
@@ -266,12 +252,7 @@ def save_step(
     checkpointer.save(step, trainer.model, trainer.optimizer, extra)
 
 
-def resume_point(
-    folder: Path,
-    extra: dict | None,
-    steps: int,
-    *names: str,
-) -> tuple[int, dict]:
+def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> tuple[int, dict]:
     """Return the last step of a run and its numbers; 0 and none if there is none.
 
     They are those in `extra` of a checkpoint in `folder`.

@@ -25,21 +25,9 @@ from minitrain.settings import Config, Data
 SAMPLES = 16
 SAMPLE = 4096
 # settings that say which files
-NAMES_DATA = {
-    "data.kind",
-    "data.path",
-    "data.sources",
-    "data.exclude",
-    "data.tokenizer",
-}
+NAMES_DATA = {"data.kind", "data.path", "data.sources", "data.exclude", "data.tokenizer"}
 # and all of data: which rows, and when
-CHOOSE_ROWS = {
-    "seed",
-    "task",
-    "batch.global",
-    "batch.seq_len",
-    "grpo.prompts",
-}
+CHOOSE_ROWS = {"seed", "task", "batch.global", "batch.seq_len", "grpo.prompts"}
 
 
 def agreed_fingerprint(config: Config) -> dict[str, str]:

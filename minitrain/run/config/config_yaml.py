@@ -24,10 +24,7 @@ from minitrain.run.config.aliases import ALIASES, advice, nearest
 
 TAG = "tag:yaml.org,2002:"
 # of YAML 1.2: 1e-4 is a number, 1:30 and 2024-12-24 are text, 010 is 10
-NUMBERS = {
-    f"{TAG}int": r"[-+]?\d+$",
-    f"{TAG}float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$",
-}
+NUMBERS = {f"{TAG}int": r"[-+]?\d+$", f"{TAG}float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}
 # of 1.1, as PyYAML has them by default
 REPLACED = (*NUMBERS, f"{TAG}timestamp")
 

@@ -60,11 +60,7 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, world
 
 
-def check_device_type(
-    store: dist.Store,
-    rank: int,
-    device_type: str,
-) -> None:
+def check_device_type(store: dist.Store, rank: int, device_type: str) -> None:
     """Raise InputError if rank 0 has another: with device=auto, as where one node's driver fails.
 
     It would be a group on gloo that waits for ranks on NCCL, and they for it.

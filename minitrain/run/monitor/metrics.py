@@ -45,11 +45,7 @@ PAUSE = 30.0  # seconds between lines, where they stand for a progress bar
 
 
 def open_log(
-    config: Config,
-    folder: Path,
-    files: dict[str, str],
-    first: int,
-    bytes_per_token: float | None,
+    config: Config, folder: Path, files: dict[str, str], first: int, bytes_per_token: float | None
 ) -> "MetricsLog":
     """Open the log of a run in `folder` that goes on after step `first`, and tell what is special.
 

@@ -24,12 +24,7 @@ from minitrain.settings import Config
 from minitrain.training.loop import Trainer
 
 
-def export(
-    trainer: Trainer,
-    config: Config,
-    folder: Path,
-    asks: str | None = None,
-) -> None:
+def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = None) -> None:
     """Write the model in Hugging Face layout, or its adapters in PEFT's.
 
     Rank 0 writes, but all ranks call it together.
