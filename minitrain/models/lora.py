@@ -161,15 +161,17 @@ def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) ->
 
 
 @contextmanager
-def without_adapters(lora: Lora) -> Iterator[None]:
-    """Let the model whose adapters have these settings compute as if it had none."""
-    # all adapters of a model share the one object, and read the scale at each call
-    alpha = lora.alpha
-    lora.alpha = 0.0
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let `model`, or a pipeline's stages, compute as if it had no adapters."""
+    adapted = [m for m in model.modules() if isinstance(m, (LoraLinear, LoraExperts))]
+    for module in adapted:
+        module.is_adapted = False
     try:
         yield
     finally:
-        lora.alpha = alpha
+        for module in adapted:
+            # the class says True
+            del module.is_adapted
 
 
 @cache
@@ -187,13 +189,15 @@ class LoraLinear(nn.Linear):
 
     # the settings of all adapters of a model
     lora: Lora
+    # False while `without_adapters`
+    is_adapted = True
 
     # for `set_variant`: makes an adapted class of another variant
     around = staticmethod(adapted_class)
 
     def forward(self, x: Tensor) -> Tensor:
         # [..., in] -> [..., out]
-        return adapted_linears([self], x)[0]
+        return adapted_linears([self], x)[0] if self.is_adapted else self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias, [..., in] -> [..., out], by the class that this one is around.
@@ -205,15 +209,17 @@ class LoraLinear(nn.Linear):
     def together(self, linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
         """Return the outputs [..., out] for x [..., in], which is read once for all adapters.
 
-        None if each Linear applies its own dropout to x. See `project` in layers.py.
+        None if each Linear applies its own dropout to x, or none. See `project` in layers.py.
         """
-        return None if dropout_active(self.lora, "pre") else adapted_linears(linears, x)
+        one_by_one = dropout_active(self.lora, "pre") or not self.is_adapted
+        return None if one_by_one else adapted_linears(linears, x)
 
 
 class LoraExperts(Experts):
     """Frozen experts with stacks of adapters of gate_up_proj or down_proj."""
 
     lora: Lora
+    is_adapted = True
 
     around = staticmethod(adapted_class)
 
@@ -221,7 +227,7 @@ class LoraExperts(Experts):
         # shapes as in `Experts._linear`: x [rows, in] -> y [rows, out]
         y = super()._linear(name, x, scale, offsets)
         name_a, name_b = adapter_names(name)
-        if not hasattr(self, name_a):
+        if not (self.is_adapted and hasattr(self, name_a)):
             return y
         lora = self.lora
         # grouped_mm needs rows of 16 bytes: pad the rank to a multiple of 8
