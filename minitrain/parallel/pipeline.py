@@ -53,6 +53,8 @@ from minitrain.parallel.shards import Slices, assemble, cut_slices, full_slice, 
 
 # a micro-batch: tokens, labels, ..., [micro, seq] each
 MicroBatch = dict[str, Tensor]
+# from a model and a micro-batch, such as an objective's `loss`
+Loss = Callable[[Callable[..., Tensor], MicroBatch], Tensor]
 # the last stage has a copy of it if embeddings are tied
 TIED_WEIGHT = "model.embed_tokens.weight"
 
@@ -117,13 +119,14 @@ class Pipeline(nn.Module):
         """Fill a full parameter [...]. Any stage has the rules for all names."""
         next(iter(self.stages.values())).initialize_parameter(name, tensor, generator)
 
-    def forward_backward(self, objective, batches: list[MicroBatch], count: Tensor) -> Tensor:
+    def forward_backward(self, loss: Loss, batches: list[MicroBatch], count: Tensor) -> Tensor:
         """Add the gradients of (sum of all micro-batches' losses) / count, and return that loss.
 
+        loss(model, batch): calls the model on a micro-batch and returns its result, see `run`.
         count: [], the valid tokens of all ranks. The loss is fp32 [], equal on all of `mesh`.
         """
         self.copy_tied_weight()
-        self.objective = objective
+        self.loss = loss
         self.batches = batches
         shapes = len(batches), batches[0]["tokens"].shape
         if self.scheduled_for != shapes:
@@ -141,9 +144,9 @@ class Pipeline(nn.Module):
         """Run stage `number` on micro-batch `index`; return hidden states or the last stage's loss.
 
         hidden: [micro, seq / cp / tp, hidden], the input of all stages but the first.
-        The objective computes its loss from a model's output. Here it gets a stage as that model,
-        and its "loss" is what the stage returns: hidden states [micro, seq / cp / tp, hidden], or
-        a true loss [] from the last stage, which calls the objective's head.
+        An objective computes its loss by a model that calls its `head`. Here it gets a stage as that
+        model, and its "loss" is what the stage returns: hidden states [micro, seq / cp / tp, hidden],
+        or a true loss [] from the last stage, which calls the head.
         """
         stage = self.stages[str(number)]
         batch = dict(self.batches[index])
@@ -156,7 +159,7 @@ class Pipeline(nn.Module):
             """Run the stage. tokens: int [micro, seq / cp], which only the first stage reads."""
             return stage(*(hidden or (tokens,)), **inputs)
 
-        return self.objective.loss(model, batch)
+        return self.loss(model, batch)
 
     def boundary(self) -> Tensor:
         """Return hidden states between stages, on meta: [micro, seq / cp / tp, hidden]."""
@@ -217,13 +220,13 @@ class Pipeline(nn.Module):
     # --- evaluation: forward passes alone
 
     @torch.no_grad()
-    def outputs(self, objective, batches: list[MicroBatch]) -> list[Tensor]:
-        """Return the objective's results by micro-batch on the last stage's rank, [] elsewhere.
+    def outputs(self, loss: Loss, batches: list[MicroBatch]) -> list[Tensor]:
+        """Return `loss`'s results by micro-batch on the last stage's rank, [] elsewhere.
 
         In step t, stage s runs micro-batch t - s, if there is one.
         """
         self.copy_tied_weight()
-        self.objective = objective
+        self.loss = loss
         self.batches = batches
         results = []
         # by the number of the stage that takes them

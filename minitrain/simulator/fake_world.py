@@ -201,7 +201,7 @@ def trace_step(
         dataset, _ = open_dataset(config)
         with FakeTensorMode(allow_non_fake_inputs=True):
             trainer = Trainer(
-                dataclasses.replace(config, device="cpu"), meshes, fill=lambda model: None
+                dataclasses.replace(config, device="cpu"), meshes, fill=lambda *_: None
             )
             make_optimizer_states(trainer)
             # fake tensors hold no labels to count

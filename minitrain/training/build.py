@@ -31,13 +31,13 @@ from minitrain.training.footprint import check_fits
 def build_model(
     config: Config,
     meshes: Meshes,
-    fill: Callable[[Module], None] | None = None,
+    fill: Callable[[Config, Module], None] | None = None,
     trained: bool = True,
 ) -> Decoder | Wan | Pipeline:
     """Return the config's model, parallelized over the ranks.
 
-    fill(model): sets the parameters, which a config with a path to files needs; by default random
-        initial values.
+    fill(config, model): sets the parameters, which a config with a path to files needs; by default
+        random initial values.
     trained: the model will have gradients and optimizer states.
     Raises InputError if they do not fit this rank's memory.
     """
@@ -56,7 +56,7 @@ def build_model(
     if fill is None:
         initialize(model, config.seed)
     else:
-        fill(model)
+        fill(config, model)
     return model
 
 
