@@ -34,6 +34,7 @@ class Router(nn.Module):
     def __init__(self, config: "DecoderConfig"):
         super().__init__()
         self.config = config
+        self.is_fake = config.fake_balanced_gate
         self.sigmoid = config.scoring_func == "sigmoid"
         self.num_experts = config.num_experts
         self.top_k = config.num_experts_per_tok
@@ -57,7 +58,7 @@ class Router(nn.Module):
         document_ids: int [batch, seq], below 0 for padding. Padding is routed, but not counted for
             load balancing: it is one token many times, which would fill the same few experts.
         """
-        if self.config.fake_balanced_gate:
+        if self.is_fake:
             return balanced_routing(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
         # [tokens, experts]
         logits = linear_fp32(x.flatten(0, -2), self.weight)
