@@ -32,7 +32,7 @@ and gathers each stage up to m / n times per step, for the forward and for the b
 
 A model of one's own takes part if each stage is a module whose forward pass takes the input or
 hidden states, returns hidden states of a known shape, and in the last stage the loss. See
-tests/distributed/test_own_model.py.
+tests/distributed/test_own_parts.py.
 
 Left out: skip connections between stages; balancing stages by measured time.
 """
