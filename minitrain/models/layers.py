@@ -92,6 +92,15 @@ def project(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
     return [linear(x) for linear in linears]
 
 
+def in_tuples(kind: type, flat: Sequence) -> list:
+    """Return NamedTuples of a `kind` from their fields, which stand one after the other in `flat`.
+
+    An autograd.Function of several Linears takes its tensors so.
+    """
+    size = len(kind._fields)
+    return [kind(*flat[start : start + size]) for start in range(0, len(flat), size)]
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return True if calling the module does more than its `forward`."""
     forward = module._forward_pre_hooks or module._forward_hooks
