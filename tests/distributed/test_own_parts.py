@@ -247,8 +247,7 @@ def train_by_muon():
         {"params": matrices, "weight_decay": 0.1, "newton_schulz": torch.float32},
         {"params": others, "weight_decay": 0.0},
     ]
-    names = {p: name for name, p in model.named_parameters()}
-    optimizer = Muon(groups, names, torch.float32, False, **SETTINGS)
+    optimizer = Muon(groups, torch.float32, **SETTINGS)
     for step in range(STEPS):
         x = vectors(STEPS, RANKS, 4, WIDTH)[step, dist.get_rank()]
         model(x).square().mean().backward()
