@@ -22,7 +22,7 @@ from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.shards import full_tensor, local_shard
-from minitrain.parallel.tensor import collectives
+from minitrain.parallel.tensor import along_sequence
 from minitrain.rollout import engine
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
@@ -266,7 +266,7 @@ def test_fp8_products_equal_those_on_cpu(dtype, tolerance, fast, compiled):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_tensor_parallelism_gathers_in_fp8(compiled):
     """On one rank: what FP8 products make of the input, and of the output's gradient, to the bit."""
-    gather, scatter = collectives(start(from_dict(TREE | {"device": "cuda"})).tp)
+    all_gather, reduce_scatter = along_sequence(start(from_dict(TREE | {"device": "cuda"})).tp)
     generator = torch.Generator("cuda").manual_seed(0)
     x, grad = (
         torch.randn(2, 128, 256, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -275,8 +275,8 @@ def test_what_tensor_parallelism_gathers_in_fp8(compiled):
     x.requires_grad_()
 
     def there_and_back(x):
-        gathered = gather(x, True)
-        return gathered, scatter(x, True)
+        gathered = all_gather(x, True)
+        return gathered, reduce_scatter(x, True)
 
     gathered, scattered = (
         torch.compile(there_and_back, fullgraph=True) if compiled else there_and_back

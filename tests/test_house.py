@@ -304,7 +304,7 @@ PRIVATE = {
         {"simulator/fake_world.py"},
     ),
 }
-OF_PYTHON = {"_replace", "_asdict", "_exit"}
+OF_PYTHON = {"_replace", "_asdict", "_fields", "_exit"}
 
 
 def private_names(tree: ast.AST, own: set[str]) -> set[str]:

@@ -69,6 +69,7 @@ def measure(
     torch.compiler.reset()
     compile_seconds = calculate_time_spent()["total_wall_time"]
     trainer = make_trainer(config, meshes)
+    trainer.prepare(data, warmup + steps + 1)
     times = []
     graphs = []
     for step in progress(warmup + steps, row):

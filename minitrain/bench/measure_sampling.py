@@ -60,7 +60,7 @@ def measure_sampling(
     meshes = start(config)
     memory = measure_memory(pick_device(config.device))
     device, matmul = prepare(config)
-    model = build_model(config, meshes, partial(fill_weights, config), trained=False)
+    model = build_model(config, meshes, fill_weights, trained=False)
     dtype = model.head_weight.dtype
     together = config.batch.global_ * config.grpo.group
     sampler = Sampler(

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 
 import torch
@@ -23,7 +24,7 @@ from minitrain.parallel.shards import full_tensor, local_shard, to_local
 from minitrain.settings import Config
 from minitrain.training.adamw import random_bits, round_stochastically
 from minitrain.training.build import build_model
-from minitrain.training.log_probs import LogProbs
+from minitrain.training.log_probs import label_log_probs
 from minitrain.training.loop import Trainer, forward_backward, is_finite
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients, make_optimizer, update_weights
@@ -81,7 +82,7 @@ class PolicyTrainer:
                 self.add_log_probs("reference", self.reference, every)
             # with LoRA, the model without adapters is the reference
             elif grpo.kl:
-                with without_adapters(self.config.lora):
+                with without_adapters(self.model):
                     self.add_log_probs("reference", self.model, every)
         with self.phase("training"):
             results = [self.trainer.update(batches, step) for batches in updates]
@@ -109,8 +110,8 @@ class PolicyTrainer:
 
         In a pipeline only the last stage has them.
         """
-        objective = LogProbs(self.config.rollout.temperature)
-        outputs = self.trainer.outputs(objective, batches, model)
+        compute = partial(label_log_probs, temperature=self.config.rollout.temperature)
+        outputs = self.trainer.outputs(compute, batches, model)
         # earlier stages of a pipeline have no outputs
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output
@@ -163,7 +164,7 @@ class PolicyTrainer:
         # the transposed copies of FP8 weights are for backward passes
         fp8 = dataclasses.replace(self.config.fp8, keep_transposed=False)
         config = dataclasses.replace(self.config, fp8=fp8)
-        self.reference = build_model(config, self.meshes, fill=lambda model: None, trained=False)
+        self.reference = build_model(config, self.meshes, fill=lambda *_: None, trained=False)
         # checkpoints hold an optimizer, too; this one never makes a step
         optimizer = make_optimizer(self.reference, self.config.optim)
         if resumed:

@@ -1,1 +1,12 @@
-"""Model definitions in plain PyTorch: nothing here knows about processes, meshes or training."""
+"""Plain networks in PyTorch, with the parameter names of the hub's checkpoints.
+
+Here: shapes as data (decoder_config, wan_config, limits) and the published ones (zoo); the
+language model (decoder, with attention, mla, moe, router, mamba, layers, rope_scaling) and the
+diffusion transformer (wan, video); kernels (flex, grouped_mm, quantize); variants of nn.Linear
+(lora, fp8); cpu.py, the only file that knows a CPU's library.
+Not here: processes, meshes, losses, files. Models name the points where those take hold: see the
+head of layers.py, in three ways of changing a model.
+
+To read: layers, attention, decoder; then what the model at hand has, moe with router, mla, mamba.
+lora and fp8 last.
+"""

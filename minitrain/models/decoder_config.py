@@ -89,100 +89,81 @@ class MambaShape:
 class DecoderConfig:
     """A decoder's shape. Names follow Hugging Face's config.json where it has one."""
 
+    # --- the whole
+
     family: str = "llama"  # which Hugging Face architecture reads and writes the checkpoint
-    # rows of the embedding
-    vocab_size: int = 32000
-    # channels between layers
-    hidden_size: int = 512
-    # channels inside an MLP
-    intermediate_size: int = 1536
-    num_layers: int = 8
-    # of queries
-    num_attention_heads: int = 8
-    # of keys and values, each of which several heads of queries share
-    num_key_value_heads: int = 8
-    # channels of a head
-    head_dim: int = 64
-    # the longest sequence
-    max_position_embeddings: int = 8192
-    norm: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"
-    # added to the variance
-    norm_eps: float = 1e-5
+    vocab_size: int = 32000  # rows of the embedding
+    hidden_size: int = 512  # channels between layers
+    intermediate_size: int = 1536  # channels inside an MLP
+    num_layers: int = 8  # blocks, each with a mixer, an MLP or both
+    layer_pattern: str = ""  # a letter per layer, see `parts`; empty: attention and MLP in each
+    max_position_embeddings: int = 8192  # the longest sequence
+    norm: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"  # of layers and head
+    norm_eps: float = 1e-5  # added to the variance
     mlp: str = "swiglu"  # swiglu, relu2, gelu with biases, or for experts only clamped_swiglu
-    # queries, keys and values have biases
-    qkv_bias: bool = False
-    # attention's output has a bias
-    o_bias: bool = False
-    # queries and keys are normalized, head by head
-    qk_norm: bool = False
-    position_embedding: Literal["rotary", "learned", "none"] = "rotary"
-    # base of the rotary frequencies
-    rope_theta: float = 10000.0
-    # as in config.json, of rope_type llama3 or yarn
-    rope_scaling: dict | None = None
-    partial_rotary_factor: float = 1.0  # the share of each head that is rotated
-    # the head is the embedding
-    tie_word_embeddings: bool = False
-    sliding_window: int = 0  # how many keys layers 0, 2, 4, ... see; 0: all layers see all
+    tie_word_embeddings: bool = False  # the head is the embedding
+    initializer_range: float = 0.02  # standard deviation of initial weights
+    scaled_residual_init: bool = False  # of what writes into the residual stream: / sqrt(writers)
+
+    # --- attention
+
+    num_attention_heads: int = 8  # heads of queries
+    num_key_value_heads: int = 8  # heads of keys and values, which several of queries share
+    head_dim: int = 64  # channels of a head
+    qkv_bias: bool = False  # queries, keys and values have biases
+    o_bias: bool = False  # attention's output has a bias
+    qk_norm: bool = False  # queries and keys are normalized, head by head
     sinks: bool = False  # a learned term in each head's softmax
-    # above 0: multi-head latent attention, which uses this and the next four, and no head_dim
-    kv_lora_rank: int = 0
-    # of queries; 0: they are projected at once
-    q_lora_rank: int = 0
-    # channels of queries and keys that are not rotated
-    qk_nope_head_dim: int = 0
-    # channels of them that are
-    qk_rope_head_dim: int = 0
-    # channels of values
-    v_head_dim: int = 0
-    num_experts: int = 0  # 0: all MLPs are dense, and the next fields are not used
-    # experts that each token is sent to
-    num_experts_per_tok: int = 1
-    # channels inside an expert
-    moe_intermediate_size: int = 0
+    sliding_window: int = 0  # how many keys layers 0, 2, 4, ... see; 0: all layers see all
+    position_embedding: Literal["rotary", "learned", "none"] = "rotary"  # how order is told
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: dict | None = None  # as in config.json, of rope_type llama3 or yarn
+    partial_rotary_factor: float = 1.0  # the share of each head that is rotated
+
+    # --- latent attention
+
+    kv_lora_rank: int = 0  # of keys and values; above 0: this group is used, not head_dim
+    q_lora_rank: int = 0  # of queries; 0: they are projected at once
+    qk_nope_head_dim: int = 0  # channels of queries and keys that are not rotated
+    qk_rope_head_dim: int = 0  # channels of queries and keys that are rotated
+    v_head_dim: int = 0  # channels of values
+
+    # --- experts
+
+    num_experts: int = 0  # routed ones; 0: all MLPs are dense, and this group is not used
+    num_experts_per_tok: int = 1  # experts that each token is sent to
+    moe_intermediate_size: int = 0  # channels inside an expert
     first_k_dense_replace: int = 0  # the number of first layers that have no experts
-    # of an expert that sees every token; 0: there is none
-    shared_expert_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0  # of one that sees every token; 0: there is none
     moe_latent_size: int = 0  # width that experts work on, if not hidden_size
     expert_bias: bool = False  # router and experts have biases
-    # sigmoid has a selection bias, groups
-    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with selection bias
     norm_topk_prob: bool = True  # the selected experts' weights are divided by their sum
-    # groups of experts ...
-    n_group: int = 1
-    # ... of which each token selects so many first
-    topk_group: int = 1
-    # of the experts' sum
-    routed_scaling_factor: float = 1.0
-    # of the selection bias, after every step (DeepSeek-V3's gamma)
-    bias_update_speed: float = 0.0
-    # weight of the loss that balances experts
-    router_aux_loss_coef: float = 0.0
-    # balance each sequence, rather than the tokens of a forward pass together
-    seq_aux: bool = False
+    n_group: int = 1  # groups of experts, of which a token selects some first
+    topk_group: int = 1  # how many groups it selects
+    routed_scaling_factor: float = 1.0  # of the routed experts' sum
+    bias_update_speed: float = 0.0  # of the selection bias, per step (DeepSeek-V3's gamma)
+    router_aux_loss_coef: float = 0.0  # weight of the loss that balances experts
+    seq_aux: bool = False  # balance each sequence, not the tokens of a forward pass together
     fake_balanced_gate: bool = False  # experts in turn, whatever the token: for benchmarks
-    layer_pattern: str = ""  # a letter per layer, see `parts`; empty: attention and MLP in each
-    # of a Mamba-2 mixer
-    mamba_num_heads: int = 8
-    # channels of its heads
-    mamba_head_dim: int = 64
+
+    # --- Mamba-2
+
+    mamba_num_heads: int = 8  # heads of a mixer
+    mamba_head_dim: int = 64  # channels of a head
     mamba_n_groups: int = 1  # heads of a group share B and C
-    # its state per channel
-    ssm_state_size: int = 128
-    # taps of its convolution
-    conv_kernel: int = 4
-    # tokens that it computes at once
-    mamba_chunk_size: int = 128
+    ssm_state_size: int = 128  # the state of each channel
+    conv_kernel: int = 4  # taps of the convolution
+    mamba_chunk_size: int = 128  # tokens that are computed at once
     time_step_min: float = 0.0  # the least dt
-    # standard deviation of initial weights
-    initializer_range: float = 0.02
-    # divide what writes into the residual stream by sqrt(number of writers)
-    scaled_residual_init: bool = False
-    # the token that begins a text
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None  # Llama 3.1 has several
-    # other keys of the model's config.json, and its generation_config.json: exports keep them
+
+    # --- files
+
+    bos_token_id: int | None = None  # the token that begins a text
+    eos_token_id: int | list[int] | None = None  # those that end one: Llama 3.1 has several
+    # other keys of the model's config.json, which exports keep
     extra_config: dict = dataclasses.field(default_factory=dict, compare=False)
+    # the model's generation_config.json, which exports keep too
     generation_config: dict = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self):

@@ -42,12 +42,13 @@ Left out: scales per row or block, delayed scaling, FP8 attention, FP8 weights w
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.layers import base_class, set_variant
+from minitrain.models.layers import base_class, in_tuples, set_variant
 from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, quantize
 
@@ -176,6 +177,18 @@ def is_placeholder(parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not any(parameter.stride())
 
 
+class Fp8Weight(NamedTuple):
+    """A weight [out, in], its gradients, or whether those are needed.
+
+    parameter: only receives the gradient. The others are what `in_fp8` returns.
+    """
+
+    parameter: Tensor | None = None
+    weight8: Tensor | None = None
+    inverse: Tensor | None = None
+    copy8: Tensor | None = None
+
+
 class Fp8Products(torch.autograd.Function):
     """x w^T, [tokens, out], of x [tokens, in] and each of some weights [out, in].
 
@@ -184,32 +197,30 @@ class Fp8Products(torch.autograd.Function):
     fast_forward, fast_backward: accumulate faster.
     rows_known: the compiler knows the number of tokens; it does not if a router decides it.
     reads_norm: x is the output of a norm, see `transposed`.
-    Then four for each weight: the parameter, which only receives its gradient, and the three that
-    `in_fp8` returns.
+    Then the four of an `Fp8Weight` for each weight.
     """
 
     @staticmethod
     # *inputs alone: the compiler miscounts where some have names
     def forward(ctx, *inputs):
         x, fast_forward, ctx.fast, ctx.rows_known, ctx.reads_norm, *given = inputs
-        weights8 = given[1::4]
-        inverses = given[2::4]
-        copies8 = given[3::4]
-        ctx.needs_x = ctx.needs_input_grad[0]
-        ctx.need_weights = ctx.needs_input_grad[5::4]
-        ctx.dtypes = [x.dtype, *(parameter.dtype for parameter in given[0::4])]
+        weights = in_tuples(Fp8Weight, given)
+        ctx.needs_x, *_ = ctx.needs_input_grad
+        ctx.need_weights = [
+            needed.parameter
+            for needed in in_tuples(Fp8Weight, ctx.needs_input_grad[-len(given) :])
+        ]
+        ctx.dtypes = [x.dtype, *(weight.parameter.dtype for weight in weights)]
         x8, x_inverse = quantize(x, E4M3, rows_known=ctx.rows_known)
         kept = (x8, x_inverse) if any(ctx.need_weights) else (None, None)
         # the backward pass takes column-major weights: save the copies where there are any
-        later = [
-            w8 if copy8 is None else copy8 for w8, copy8 in zip(weights8, copies8, strict=True)
-        ]
-        ctx.save_for_backward(*kept, *later, *inverses)
+        later = [w.weight8 if w.copy8 is None else w.copy8 for w in weights]
+        ctx.save_for_backward(*kept, *later, *(w.inverse for w in weights))
         multiply = choose_scaled_mm(x, ctx.rows_known)
         # [tokens, out] each
         outputs = [
-            multiply(x8, w8.t(), x_inverse, inverse, x.dtype, fast_forward)
-            for w8, inverse in zip(weights8, inverses, strict=True)
+            multiply(x8, w.weight8.t(), x_inverse, w.inverse, x.dtype, fast_forward)
+            for w in weights
         ]
         return tuple(outputs)
 
@@ -218,8 +229,7 @@ class Fp8Products(torch.autograd.Function):
         x8, x_inverse, *weights = ctx.saved_tensors
         multiply = choose_scaled_mm(grads[0], ctx.rows_known)
         dx = None
-        # for each weight its gradient, and none for the three that `in_fp8` returned
-        dws = [None] * (4 * len(grads))
+        dws = [Fp8Weight()] * len(grads)
         # pairs of a gradient in FP8, [tokens, out], and its inverse scale
         grads = [quantize(grad, E5M2, rows_known=ctx.rows_known) for grad in grads]
         if ctx.needs_x:
@@ -242,10 +252,11 @@ class Fp8Products(torch.autograd.Function):
                 if ctx.need_weights[n]:
                     # [out, tokens]
                     grad8 = pad_rows(grad8, tokens, ctx.rows_known).t().contiguous()
-                    dws[4 * n] = multiply(
+                    dw = multiply(
                         grad8, x8.t(), grad_inverse, x_inverse, ctx.dtypes[1 + n], ctx.fast
                     )
-        return dx, None, None, None, None, *dws
+                    dws[n] = Fp8Weight(parameter=dw)
+        return dx, None, None, None, None, *chain(*dws)
 
 
 def choose_scaled_mm(x: Tensor, rows_known: bool = True) -> Callable:
@@ -268,7 +279,7 @@ def scaled_mm(
     if a.is_cuda:
         # F.scaled_mm calls another operator, which nobody has measured here
         return torch._scaled_mm(a, b, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)
-    # not torch's own: with it oneDNN takes 1,000 times as long on CPUs with AMX (oneDNN #3349)
+    # not torch's own, which takes 1,000 times as long on CPUs with AMX (see cpu.py)
     return (a.float() @ b.float() * (a_inverse * b_inverse)).to(dtype)
 
 

@@ -4,7 +4,7 @@ Models are plain modules, whose parameters have the names of Hugging Face checkp
 parallelism and the sampler change them in place, in three ways:
 
     way                            who uses it
-    (a) a variant: a subclass      Fp8Linear, Fp8Experts (fp8.py), OnednnLinear (onednn.py),
+    (a) a variant: a subclass      Fp8Linear, Fp8Experts (fp8.py), CpuLinear (cpu.py),
         that holds the same        LoraLinear, LoraExperts (lora.py), around any of these;
         parameters. `set_variant`  VocabParallelEmbedding, LocalPositions, RMSNormOverHeads
                                    (parallel/tensor*.py); Recomputing, of a block
@@ -90,6 +90,15 @@ def project(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
             if outputs is not None:
                 return outputs
     return [linear(x) for linear in linears]
+
+
+def in_tuples(kind: type, flat: Sequence) -> list:
+    """Return NamedTuples of a `kind` from their fields, which stand one after the other in `flat`.
+
+    An autograd.Function of several Linears takes its tensors so.
+    """
+    size = len(kind._fields)
+    return [kind(*flat[start : start + size]) for start in range(0, len(flat), size)]
 
 
 def has_hooks(module: nn.Module) -> bool:

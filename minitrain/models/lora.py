@@ -27,15 +27,16 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
-from minitrain.models.frozen_linears import FrozenLinears
 from minitrain.models.grouped_mm import grouped_mm
-from minitrain.models.layers import base_class, set_variant
+from minitrain.models.layers import base_class, in_tuples, set_variant
 from minitrain.models.moe import Experts
 from minitrain.settings import TARGETS, Lora
 
@@ -161,15 +162,17 @@ def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) ->
 
 
 @contextmanager
-def without_adapters(lora: Lora) -> Iterator[None]:
-    """Let the model whose adapters have these settings compute as if it had none."""
-    # all adapters of a model share the one object, and read the scale at each call
-    alpha = lora.alpha
-    lora.alpha = 0.0
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let `model`, or a pipeline's stages, compute as if it had no adapters."""
+    adapted = [m for m in model.modules() if isinstance(m, (LoraLinear, LoraExperts))]
+    for module in adapted:
+        module.is_adapted = False
     try:
         yield
     finally:
-        lora.alpha = alpha
+        for module in adapted:
+            # the class says True
+            del module.is_adapted
 
 
 @cache
@@ -187,13 +190,15 @@ class LoraLinear(nn.Linear):
 
     # the settings of all adapters of a model
     lora: Lora
+    # False while `without_adapters`
+    is_adapted = True
 
     # for `set_variant`: makes an adapted class of another variant
     around = staticmethod(adapted_class)
 
     def forward(self, x: Tensor) -> Tensor:
         # [..., in] -> [..., out]
-        return adapted_linears([self], x)[0]
+        return adapted_linears([self], x)[0] if self.is_adapted else self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
         """Compute x W^T + bias, [..., in] -> [..., out], by the class that this one is around.
@@ -205,15 +210,17 @@ class LoraLinear(nn.Linear):
     def together(self, linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
         """Return the outputs [..., out] for x [..., in], which is read once for all adapters.
 
-        None if each Linear applies its own dropout to x. See `project` in layers.py.
+        None if each Linear applies its own dropout to x, or none. See `project` in layers.py.
         """
-        return None if dropout_active(self.lora, "pre") else adapted_linears(linears, x)
+        one_by_one = dropout_active(self.lora, "pre") or not self.is_adapted
+        return None if one_by_one else adapted_linears(linears, x)
 
 
 class LoraExperts(Experts):
     """Frozen experts with stacks of adapters of gate_up_proj or down_proj."""
 
     lora: Lora
+    is_adapted = True
 
     around = staticmethod(adapted_class)
 
@@ -221,7 +228,7 @@ class LoraExperts(Experts):
         # shapes as in `Experts._linear`: x [rows, in] -> y [rows, out]
         y = super()._linear(name, x, scale, offsets)
         name_a, name_b = adapter_names(name)
-        if not hasattr(self, name_a):
+        if not (self.is_adapted and hasattr(self, name_a)):
             return y
         lora = self.lora
         # grouped_mm needs rows of 16 bytes: pad the rank to a multiple of 8
@@ -249,8 +256,9 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
         for linear in linears:
             # with dropout of the update, B multiplies below
             joined = linear in adapted and not dropout_active(lora)
-            frozen += linear.weight, linear.bias, scaled_b(linear, x.dtype) if joined else None
-        inner, *outputs = FrozenLinears.apply(x, a, *frozen)
+            b = scaled_b(linear, x.dtype) if joined else None
+            frozen.append(Frozen(linear.weight, linear.bias, b))
+        inner, *outputs = FrozenLinears.apply(x, a, *chain(*frozen))
         if not dropout_active(lora):
             return outputs
         # the updates follow below; torch 2.11 compiles the outputs as a tuple
@@ -329,6 +337,106 @@ def require_gradient(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor
     would make a second graph for it.
     """
     return output.requires_grad_(torch.is_grad_enabled())
+
+
+# --- frozen Linears in compiled blocks
+
+
+class Frozen(NamedTuple):
+    """A frozen Linear, or the gradients of its tensors.
+
+    weight: [out, in]. bias: [out] or None. b: scale B, [out, rank]; if None, the term with B is left
+    out.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    b: Tensor | None
+
+
+class FrozenLinears(torch.autograd.Function):
+    """u = x A^T, and y = x W^T + bias + u_i B^T of each Linear i, whose part of u is u_i.
+
+    Inputs: x [..., in], a [ranks, in] (the As stacked), then the three of a `Frozen` for each Linear.
+    Outputs: u [..., ranks], then y [..., out] of each.
+
+    A large product adds its term to what a thin one has computed, hidden behind its arithmetic: to
+    the update u_i B^T, and to the gradient dx = du A + dy W + .... By autograd each term would be a
+    tensor, to be read once more (of Qwen 2.5 7B, the updates for 2.5 % of a step).
+    For compiled blocks only: a zero-bubble pipeline could not split this backward pass.
+    """
+
+    @staticmethod
+    # *inputs alone: the compiler miscounts where some have names
+    def forward(ctx, *inputs):
+        x, a, *rest = inputs
+        linears = in_tuples(Frozen, rest)
+        shape = x.shape[:-1]
+        x = x.flatten(0, -2)
+        # [tokens, ranks]
+        inner = x @ a.T
+        # the u_i, [tokens, rank] each
+        parts = []
+        outputs = []
+        first = 0
+        for weight, bias, b in linears:
+            if b is None:
+                y = F.linear(x, weight, bias)
+            else:
+                parts.append(inner[:, first : first + b.shape[1]])
+                first += b.shape[1]
+                y = F.linear(parts[-1], b, bias)
+                torch.ops.minitrain.add_product(y, x, weight.T)
+            outputs.append(y.unflatten(0, shape))
+        weights = [linear.weight for linear in linears]
+        bs = [linear.b for linear in linears]
+        ctx.save_for_backward(x, a, *weights, *bs, *parts)
+        return inner.unflatten(0, shape), *outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        shape = grads[0].shape[:-1]
+        # du [tokens, ranks], and dy [tokens, out] of each
+        grad_inner, *outer = (grad.flatten(0, -2) for grad in grads)
+        x, a, *saved = ctx.saved_tensors
+        weights = saved[: len(outer)]
+        bs = saved[len(outer) : 2 * len(outer)]
+        parts = iter(saved[2 * len(outer) :])
+        # the gradient of each u_i
+        terms = []
+        gradients = []
+        for grad, b in zip(outer, bs, strict=True):
+            grad_b = None
+            if b is not None:
+                terms.append(grad @ b)
+                grad_b = grad.T @ next(parts)
+            gradients.append(Frozen(None, None, grad_b))
+        if terms:
+            # then nothing else reads u
+            grad_inner = torch.cat(terms, dim=1)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            # [tokens, in]
+            dx = grad_inner @ a
+            for grad, weight in zip(outer, weights, strict=True):
+                torch.ops.minitrain.add_product(dx, grad, weight)
+            dx = dx.unflatten(0, shape)
+        return dx, grad_inner.T @ x, *chain(*gradients)
+
+
+torch.library.define("minitrain::add_product", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+
+
+@torch.library.impl("minitrain::add_product", "CompositeExplicitAutograd")
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to total [m, n], in place. a: [m, k]; b: [k, n].
+
+    With torch's own operator the compiler would copy the total.
+    """
+    total.addmm_(a, b)
+
+
+torch.library.register_fake("minitrain::add_product", lambda total, a, b: None)
 
 
 # --- merging

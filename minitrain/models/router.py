@@ -34,6 +34,7 @@ class Router(nn.Module):
     def __init__(self, config: "DecoderConfig"):
         super().__init__()
         self.config = config
+        self.is_fake = config.fake_balanced_gate
         self.sigmoid = config.scoring_func == "sigmoid"
         self.num_experts = config.num_experts
         self.top_k = config.num_experts_per_tok
@@ -57,7 +58,7 @@ class Router(nn.Module):
         document_ids: int [batch, seq], below 0 for padding. Padding is routed, but not counted for
             load balancing: it is one token many times, which would fill the same few experts.
         """
-        if self.config.fake_balanced_gate:
+        if self.is_fake:
             return balanced_routing(x.shape[:-1].numel(), self.top_k, self.num_experts, x.device)
         # [tokens, experts]
         logits = linear_fp32(x.flatten(0, -2), self.weight)
@@ -248,20 +249,25 @@ class AttachLoss(torch.autograd.Function):
 @torch.no_grad()
 def update_selection_bias(
     model: nn.Module,
-    speed: float | Tensor,
+    factor: float | Tensor,
     sum_load: Callable[[Tensor], Tensor] = lambda load: load,
-):
-    """Add speed x sign(mean load - load) to the bias of every sigmoid router, after a step.
+) -> None:
+    """Add factor x bias_update_speed x sign(mean load - load) to the bias of routers, after a step.
 
-    speed: bias_update_speed, or [] of it. sum_load: sum load [routers, experts] over the ranks that
-    saw other tokens.
+    Only routers whose bias_update_speed is not 0 have counted a load.
+    factor: a number or [], 0 if the step is skipped. sum_load: sum load [routers, experts] over the
+    ranks that saw other tokens.
     Source: DeepSeek-V3, 2.1.2.
     """
     routers = [m for m in model.modules() if isinstance(m, Router) and m.load is not None]
     if not routers:
         return
     load = sum_load(torch.stack([router.load for router in routers])).float()
-    changes = speed * torch.sign(load.mean(-1, keepdim=True) - load)
+    changes = (
+        routers[0].config.bias_update_speed
+        * factor
+        * torch.sign(load.mean(-1, keepdim=True) - load)
+    )
     for router, change in zip(routers, changes, strict=True):
         router.e_score_correction_bias += change
         router.load = None

@@ -12,22 +12,16 @@ class WanConfig:
 
     # beside those of DecoderConfig, and no field
     family = "wan"
-    num_attention_heads: int = 12
-    # channels of a head
-    attention_head_dim: int = 128
-    # channels inside an MLP
-    ffn_dim: int = 8960
-    num_layers: int = 30
-    # of latents, with those of an image-to-video model's condition
-    in_channels: int = 16
-    # of latents
-    out_channels: int = 16
-    # channels of text embeddings
-    text_dim: int = 4096
+    num_attention_heads: int = 12  # heads of queries, keys and values
+    attention_head_dim: int = 128  # channels of a head
+    ffn_dim: int = 8960  # channels inside an MLP
+    num_layers: int = 30  # blocks
+    in_channels: int = 16  # of latents, with those of an image-to-video model's condition
+    out_channels: int = 16  # of latents
+    text_dim: int = 4096  # channels of text embeddings
     freq_dim: int = 256  # of the sinusoids of a timestep
     patch_size: tuple[int, int, int] = (1, 2, 2)  # frames, rows, columns
-    # of the norms
-    eps: float = 1e-6
+    eps: float = 1e-6  # of the norms
     image_dim: int | None = None  # of the CLIP features; None: no image cross-attention
     # initial text and time embedders; made for dim 5120: small models need about 0.1
     embedder_std: float = 0.02

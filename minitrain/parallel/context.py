@@ -32,6 +32,11 @@ per layer and direction, in two collectives:
     (cp - 1) / cp x [batch, seq / cp, 2 heads head_dim + 2 groups state + heads]
 
 Document ids, if there are any, are gathered too.
+
+What a model must have: `make_mask(length, device, document_ids=None, q_positions=None)`, which it
+calls with the length of its own tokens, and whose result it hands to modules with an exchange point
+`attend(q, k, v, mask, sinks=None)`. `q_positions`, int [queries], are the places of the queries among
+the keys, where they are not all of them: only allgather passes it.
 Left out: ring attention, which overlaps the exchange with attention. Its kernel must return partial
 softmaxes, as FlexAttention does in `attention_with_sinks`, and its backward pass must send keys and
 values round again: autograd alone would keep them all, as allgather does. Who adds a form adds it

@@ -37,6 +37,12 @@ DTensors, split by expert over ep; FSDP shards them along another dimension over
 that hold the same experts. Data-, context- and tensor-parallel ranks all count as ep and dp_shard
 ranks there, since each has other tokens. Routers and shared experts are not changed.
 
+What a model must have: `blocks`, and in them modules with an exchange point `dispatch`, whose
+default for one rank is as that of models/moe.py, and with `experts`, which that gets. `experts` is a
+module with `num_experts`, of all ranks, whose parameters are stacks [experts, ...], and is called
+with rows [rows, width], their weights [rows] and the number of rows of each expert of this rank.
+tests/distributed/test_own_parts.py has one that is not ours.
+
 Left out: overlap of routed experts and all-to-all; one send per node in place of one per rank.
 Source: GShard (Lepikhin et al. 2020).
 """
@@ -53,8 +59,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn import Module
 
-from minitrain.models.moe import Experts, MoE
-from minitrain.models.router import Router
 from minitrain.parallel.collectives import all_to_all, start_all_to_all
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 
@@ -63,19 +67,19 @@ NOT_SELECTED = -1.0
 
 
 def expert_parallel(model: Module, mesh: DeviceMesh) -> None:
-    """Split the experts of a decoder, or of a pipeline stage, in place over the 1-D `mesh`.
+    """Split the experts of a model, or of a pipeline stage, in place over the 1-D `mesh`.
 
-    FSDP follows. Sets the exchange point `MoE.dispatch`.
+    FSDP follows. Sets the exchange point `dispatch` of every module that has one.
     """
     for block in model.blocks:
-        if isinstance(block.mlp, MoE):
-            # [experts / ep, ...] on each rank
-            split_parameters(block.mlp.experts, mesh, Shard(0))
-            # FSDP's own hook, which gathers the weights, goes before it
-            block.register_forward_pre_hook(use_local_tensors)
-            block.mlp.dispatch = partial(
-                dispatch_to_ranks, mesh, make_size_exchange(block.mlp.gate, mesh)
-            )
+        for module in block.modules():
+            if hasattr(module, "dispatch"):
+                # [experts / ep, ...] on each rank
+                split_parameters(module.experts, mesh, Shard(0))
+                # FSDP's own hook, which gathers the weights, goes before it
+                block.register_forward_pre_hook(use_local_tensors)
+                get_sizes = make_size_exchange(getattr(module, "gate", None), mesh)
+                module.dispatch = partial(dispatch_to_ranks, mesh, get_sizes)
 
 
 # --- dispatch and combine
@@ -87,7 +91,7 @@ def dispatch_to_ranks(
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
-    experts: Experts,
+    experts: Module,
 ) -> Callable[[], Tensor]:
     """Send tokens to their experts. Return a function that computes, and combines the results.
 
@@ -123,7 +127,7 @@ def dispatch_to_ranks(
     return finish
 
 
-def compute(rows: Tensor, weights: Tensor, experts: Experts, pairs: int) -> Tensor:
+def compute(rows: Tensor, weights: Tensor, experts: Module, pairs: int) -> Tensor:
     """Return each row's weighted sum over this rank's experts, [rows, width].
 
     rows: [rows, width]. weights: [rows, experts of this rank], of which `pairs` are selected.
@@ -152,9 +156,12 @@ class Sizes(NamedTuple):
     pairs: int  # (received row, expert of this rank): copies that the experts compute
 
 
-def make_size_exchange(router: Router, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
-    """Return a function from a mask, bool [tokens, ranks, experts of a rank], to `Sizes`."""
-    if router.config.fake_balanced_gate:
+def make_size_exchange(router: Module | None, mesh: DeviceMesh) -> Callable[[Tensor], Sizes]:
+    """Return a function from a mask, bool [tokens, ranks, experts of a rank], to `Sizes`.
+
+    router: of our own MoE, which may have a fake gate; other modules need none.
+    """
+    if getattr(router, "is_fake", False):
         known = router.top_k, router.num_experts, mesh.size(), mesh.get_local_rank()
         return lambda selected: known_sizes(*known, len(selected))
     return partial(exchange_sizes, mesh)

@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 
 from minitrain.models.layers import KeepsFP32
-from minitrain.models.moe import Experts
 
 
 def shard(
@@ -74,7 +73,7 @@ def shard(
     for block in blocks:
         unit = [block]
         if for_experts is not None:
-            unit += [module for module in block.modules() if isinstance(module, Experts)]
+            unit += expert_stacks(block)
         for experts in unit[1:]:
             shard_experts(experts, block, for_experts, **options)
         fully_shard(block, mesh=mesh, **options)
@@ -88,6 +87,11 @@ def shard(
     sum_gradients(model, mesh, for_experts)
 
 
+def expert_stacks(model: Module) -> list[Module]:
+    """Return what the modules with an exchange point `dispatch` hand to it: see expert.py."""
+    return [module.experts for module in model.modules() if hasattr(module, "dispatch")]
+
+
 def set_prefetch(units: list[list[Module]], prefetch: int) -> None:
     """Gather the weights of `prefetch` blocks ahead, in both directions."""
     for i, (block, *_) in enumerate(units):
@@ -99,11 +103,12 @@ def set_prefetch(units: list[list[Module]], prefetch: int) -> None:
 
 def sum_gradients(model: Module, mesh: DeviceMesh, for_experts: DeviceMesh | None) -> None:
     """Make FSDP sum gradients over ranks, not average them."""
+    stacks = expert_stacks(model)
     # the settings do not reach the modules below
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # experts have more ranks, or fewer
-            ranks = fsdp_mesh(for_experts) if isinstance(module, Experts) else mesh
+            ranks = fsdp_mesh(for_experts) if module in stacks else mesh
             # on one rank FSDP would divide all gradients by 1
             if ranks.size() > 1:
                 module.set_gradient_divide_factor(1.0)

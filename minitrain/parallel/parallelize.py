@@ -8,8 +8,10 @@ outside, so that its hooks gather and free weights around the compiled block.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from minitrain.models.wan import Wan
@@ -40,9 +42,23 @@ def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> 
     stages = {number: make(**part) for number, part in parts.items()}
     for stage in stages.values():
         apply_techniques(stage, config, meshes)
-    dtype = torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16
-    keeps_weights = parallel.reshard_after_forward is False
-    return Pipeline(stages, parallel.schedule, meshes.pp, meshes.tp.size(), dtype, keeps_weights)
+    model = config.model.config
+    return Pipeline(
+        stages,
+        parallel.schedule,
+        meshes.pp,
+        shape=partial(hidden_shape, model.hidden_size, meshes.tp.size()),
+        dtype=torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16,
+        keeps_weights=parallel.reshard_after_forward is False,
+        tied="model.embed_tokens.weight" if model.tie_word_embeddings else "",
+    )
+
+
+def hidden_shape(width: int, tp: int, batch: dict[str, Tensor]) -> tuple[int, int, int]:
+    """Return the shape of hidden states between stages: [micro, seq / cp / tp, hidden]."""
+    # [micro, seq / cp]: batches hold this context-parallel rank's tokens
+    micro, length = batch["tokens"].shape
+    return micro, length // tp, width
 
 
 def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:

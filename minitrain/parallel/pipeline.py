@@ -20,18 +20,19 @@ a rank busy for m (F + B + W), plus the bubble, in which it waits. On n ranks wi
 
 The last three delay W to fill the bubble.
 
-Cost per micro-batch: each boundary between stages sends [micro, seq / cp / tp, hidden] forward, and
-its gradient back. Nothing else is sent: the last stage computes the loss, and every rank reads
-tokens and labels by itself. torch keeps two buffers of a boundary's size per stage and micro-batch.
+Cost per micro-batch: each boundary between stages sends hidden states forward, of a decoder
+[micro, seq / cp / tp, hidden], and their gradient back. Nothing else is sent: the last stage
+computes the loss, and every rank reads tokens and labels by itself. torch keeps two buffers of a
+boundary's size per stage and micro-batch.
 
 FSDP reduces gradients once per step. By default it also gathers weights once per step and keeps
 them (ZeRO-2), since to gather them for each micro-batch would cost m times as much. With
 `reshard_after_forward`, a rank gathers only the three stages that it runs next. That saves memory,
 and gathers each stage up to m / n times per step, for the forward and for the backward pass.
 
-Tied embeddings: the first stage owns the matrix. Before each step the last stage gets a copy of it,
-and after the step it sends the copy's gradient to the first. So gradient norm, optimizer and
-checkpoints see one parameter.
+A model of one's own takes part if each stage is a module whose forward pass takes the input or
+hidden states, returns hidden states of a known shape, and in the last stage the loss. See
+tests/distributed/test_own_parts.py.
 
 Left out: skip connections between stages; balancing stages by measured time.
 """
@@ -43,18 +44,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn import Module
 
-from minitrain.parallel.agreement import gather
-from minitrain.parallel.pipeline_split import V_SHAPED, rank_of
-from minitrain.parallel.pipeline_stage import Stage, keep_weights, skip_vote
-from minitrain.parallel.shards import Slices, assemble, cut_slices, full_slice, to_local
+from minitrain.parallel.pipeline_moves import Places, TiedWeight, full_tensors
+from minitrain.parallel.pipeline_split import SCHEDULES, rank_of
+from minitrain.parallel.pipeline_stage import Stage, keep_weights, schedule_class, skip_vote
 
-# a micro-batch: tokens, labels, ..., [micro, seq] each
+# a micro-batch: tokens, labels, ..., of a decoder [micro, seq] each
 MicroBatch = dict[str, Tensor]
-# the last stage has a copy of it if embeddings are tied
-TIED_WEIGHT = "model.embed_tokens.weight"
+# from a model and a micro-batch, such as an objective's `loss`
+Loss = Callable[[Callable[..., Tensor], MicroBatch], Tensor]
 
 
 class Pipeline(nn.Module):
@@ -62,13 +62,14 @@ class Pipeline(nn.Module):
 
     stages: this rank's, by their number in the whole pipeline, parallelized in all other ways
         already.
-    schedule: the name of torch's class, see the table above.
+    schedule: a name in SCHEDULES (pipeline_split.py), see the table above.
     mesh: 1-D, the ranks of this pipeline. They call all methods together, except those of
         nn.Module.
-    tp: the number of ranks over which tensor parallelism splits hidden states along seq.
+    shape(batch): that of the hidden states between stages for a micro-batch.
     dtype: of hidden states.
     keeps_weights: keep the weights of all stages gathered during a step, not only of the three that
         run next. A rank that has one stage keeps them in any case.
+    tied: the name of a parameter that first and last stage share, see `TiedWeight`.
     """
 
     def __init__(
@@ -76,23 +77,27 @@ class Pipeline(nn.Module):
         stages: dict[int, Module],
         schedule: str,
         mesh: DeviceMesh,
-        tp: int,
+        shape: Callable[[MicroBatch], tuple[int, ...]],
         dtype: torch.dtype,
-        keeps_weights: bool,
+        keeps_weights: bool = True,
+        tied: str = "",
     ):
         super().__init__()
         self.stages = nn.ModuleDict({str(number): stages[number] for number in sorted(stages)})
-        self.config = next(iter(stages.values())).config
+        # of a decoder, the same in all stages
+        self.config = getattr(next(iter(stages.values())), "config", None)
         self.group = mesh.get_group()
         self.rank = mesh.get_local_rank()
-        self.tp = tp
+        self.shape = shape
         self.dtype = dtype
         self.keeps_weights = keeps_weights
         # number of stages of the whole pipeline
         self.count = len(stages) * mesh.size()
-        v_shaped = schedule in V_SHAPED
+        v_shaped = SCHEDULES[schedule].v_shaped
         self.ranks = [rank_of(number, mesh.size(), v_shaped) for number in range(self.count)]
-        self.schedule_class = get_schedule_class(schedule)
+        self.places = Places(self.group, self.ranks)
+        self.tied = TiedWeight(tied, stages, self.places) if tied else None
+        self.schedule_class = schedule_class(schedule)
         # torch's schedule object and its stages: made at the first step, and again when the number
         # or the shape of micro-batches changes
         self.schedule = None
@@ -100,32 +105,48 @@ class Pipeline(nn.Module):
         self.scheduled: list[Stage] = []
 
     def named_parameters(self, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
-        for stage in self.stages.values():
+        for number, stage in self.stages.items():
             for name, parameter in stage.named_parameters(**kwargs):
-                if owns(stage, name):
+                if self.owns(number, name):
                     yield name, parameter
 
     def state_dict(self, **kwargs) -> dict[str, Tensor]:
-        """Return all tensors, [...] each, but the last stage's copy of tied embeddings."""
+        """Return all tensors, [...] each, but the last stage's copy of a tied one."""
         tensors = {}
-        for stage in self.stages.values():
+        for number, stage in self.stages.items():
             state = stage.state_dict(**kwargs)
-            tensors |= {name: x for name, x in state.items() if owns(stage, name)}
+            tensors |= {name: x for name, x in state.items() if self.owns(number, name)}
         return tensors
+
+    def owns(self, number: str, name: str) -> bool:
+        """Return False for the last stage's copy of a tied parameter."""
+        return number == "0" or self.tied is None or name != self.tied.name
+
+    def full_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield all stages' tensors of `wanted` names, see `full_tensors` in pipeline_moves.py."""
+        here = {
+            name: (int(number), tensor)
+            for number, stage in self.stages.items()
+            for name, tensor in stage.state_dict().items()
+            if self.owns(number, name) and wanted(name)
+        }
+        return full_tensors(here, self.places, self.device)
 
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill a full parameter [...]. Any stage has the rules for all names."""
         next(iter(self.stages.values())).initialize_parameter(name, tensor, generator)
 
-    def forward_backward(self, objective, batches: list[MicroBatch], count: Tensor) -> Tensor:
+    def forward_backward(self, loss: Loss, batches: list[MicroBatch], count: Tensor) -> Tensor:
         """Add the gradients of (sum of all micro-batches' losses) / count, and return that loss.
 
+        loss(model, batch): calls the model on a micro-batch and returns its result, see `run`.
         count: [], the valid tokens of all ranks. The loss is fp32 [], equal on all of `mesh`.
         """
-        self.copy_tied_weight()
-        self.objective = objective
+        if self.tied:
+            self.tied.copy()
+        self.loss = loss
         self.batches = batches
-        shapes = len(batches), batches[0]["tokens"].shape
+        shapes = len(batches), self.shape(batches[0])
         if self.scheduled_for != shapes:
             self.schedule = self.new_schedule()
             self.scheduled_for = shapes
@@ -134,35 +155,34 @@ class Pipeline(nn.Module):
         self.schedule.step(target=count.expand(len(batches)), losses=losses, return_outputs=False)
         for stage in self.scheduled:
             stage.finish_sends()
-        self.add_tied_gradient()
+        if self.tied:
+            self.tied.add_gradient()
         return self.total(losses)
 
     def run(self, number: int, index: int, *hidden: Tensor) -> Tensor:
         """Run stage `number` on micro-batch `index`; return hidden states or the last stage's loss.
 
-        hidden: [micro, seq / cp / tp, hidden], the input of all stages but the first.
-        The objective computes its loss from a model's output. Here it gets a stage as that model,
-        and its "loss" is what the stage returns: hidden states [micro, seq / cp / tp, hidden], or
-        a true loss [] from the last stage, which calls the objective's head.
+        hidden: of `shape`, the input of all stages but the first.
+        An objective computes its loss by a model that calls its `head`. Here it gets a stage as that
+        model, and its "loss" is what the stage returns: hidden states, or a true loss [] from the
+        last stage, which calls the head.
         """
         stage = self.stages[str(number)]
         batch = dict(self.batches[index])
-        if "positions" not in batch:
+        if "tokens" in batch and "positions" not in batch:
             # a stage that gets hidden states could not count the tokens: tp splits them
             length = batch["tokens"].shape[1]
             batch["positions"] = torch.arange(length, device=self.device)[None]
 
-        def model(tokens: Tensor, **inputs) -> Tensor:
-            """Run the stage. tokens: int [micro, seq / cp], which only the first stage reads."""
-            return stage(*(hidden or (tokens,)), **inputs)
+        def model(x: Tensor, **inputs) -> Tensor:
+            """Run the stage. x: a model's input, such as tokens, which only the first stage reads."""
+            return stage(*(hidden or (x,)), **inputs)
 
-        return self.objective.loss(model, batch)
+        return self.loss(model, batch)
 
     def boundary(self) -> Tensor:
-        """Return hidden states between stages, on meta: [micro, seq / cp / tp, hidden]."""
-        # [micro, seq / cp]: batches hold this context-parallel rank's tokens
-        micro, length = self.batches[0]["tokens"].shape
-        shape = micro, length // self.tp, self.config.hidden_size
+        """Return hidden states between stages, on meta, of `shape`."""
+        shape = self.shape(self.batches[0])
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     @property
@@ -217,13 +237,14 @@ class Pipeline(nn.Module):
     # --- evaluation: forward passes alone
 
     @torch.no_grad()
-    def outputs(self, objective, batches: list[MicroBatch]) -> list[Tensor]:
-        """Return the objective's results by micro-batch on the last stage's rank, [] elsewhere.
+    def outputs(self, loss: Loss, batches: list[MicroBatch]) -> list[Tensor]:
+        """Return `loss`'s results by micro-batch on the last stage's rank, [] elsewhere.
 
         In step t, stage s runs micro-batch t - s, if there is one.
         """
-        self.copy_tied_weight()
-        self.objective = objective
+        if self.tied:
+            self.tied.copy()
+        self.loss = loss
         self.batches = batches
         results = []
         # by the number of the stage that takes them
@@ -243,7 +264,7 @@ class Pipeline(nn.Module):
     def exchange(self, outputs: dict[int, Tensor], wanted: list[int]) -> dict[int, tuple[Tensor]]:
         """Send each stage's output to the next stage; return the inputs of the stages `wanted`.
 
-        Both by the number of their stage, [micro, seq / cp / tp, hidden] each.
+        Both by the number of their stage, of `shape` each.
         """
         inputs = {}
         operations = []
@@ -264,85 +285,3 @@ class Pipeline(nn.Module):
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         return inputs
-
-    # --- tied embeddings
-
-    def tied_weights(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """Return the embedding [vocab, hidden] and the last stage's copy, None where not here."""
-        weights = []
-        for number in (0, self.count - 1):
-            here = self.ranks[number] == self.rank
-            weights.append(self.stages[str(number)].get_parameter(TIED_WEIGHT) if here else None)
-        return tuple(weights)
-
-    @torch.no_grad()
-    def copy_tied_weight(self) -> None:
-        """Copy the embedding to the last stage."""
-        if self.config.tie_word_embeddings:
-            first, last = self.tied_weights()
-            # the shards alone: FSDP shards first and last stage alike
-            arrived = self.move(to_local(first), to_local(last), 0, self.count - 1)
-            if last is not None:
-                to_local(last).copy_(arrived)
-
-    @torch.no_grad()
-    def add_tied_gradient(self) -> None:
-        """Add the gradient of the last stage's copy to that of the embedding."""
-        first, last = self.tied_weights() if self.config.tie_word_embeddings else (None, None)
-        if any(p is not None and p.requires_grad for p in (first, last)):
-            grad = None if last is None else to_local(last.grad)
-            arrived = self.move(grad, to_local(first), self.count - 1, 0)
-            if first is not None:
-                to_local(first.grad).add_(arrived)
-            if last is not None:
-                # else the next step would add to it
-                last.grad = None
-
-    def move(
-        self, tensor: Tensor | None, like: Tensor | None, source: int, target: int
-    ) -> Tensor | None:
-        """Send a tensor [...] from the rank of stage `source` to that of `target`; return it there.
-
-        like: a tensor of its shape and type, on the target's rank.
-        """
-        source = self.ranks[source]
-        target = self.ranks[target]
-        if self.rank == source != target:
-            dist.send(tensor, group=self.group, group_dst=target)
-        if self.rank == target != source:
-            tensor = torch.empty_like(like, device=self.device)
-            dist.recv(tensor, group=self.group, group_src=source)
-        return tensor
-
-    # --- export
-
-    def full_tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield all stages' tensors of `wanted` names, [...] on rank 0, None elsewhere, in order.
-
-        All ranks iterate together. One slice at a time is gathered in its stage and sent to rank 0.
-        """
-        # by name: the number of its stage, and the tensor
-        mine = {}
-        for number, stage in self.stages.items():
-            for name, tensor in stage.state_dict().items():
-                if owns(stage, name) and wanted(name):
-                    mine[name] = int(number), tensor
-        own = [
-            (number, name, cut_slices(x), x.shape, x.dtype) for name, (number, x) in mine.items()
-        ]
-        entries = [entry for listing in gather(own, self.group) for entry in listing]
-
-        def moved(number: int, name: str, where: Slices, like: Tensor) -> Tensor | None:
-            """Return slice `where` of a tensor on rank 0. like: the full tensor on meta, [...]."""
-            piece = full_slice(mine[name][1], where).contiguous() if name in mine else None
-            return self.move(piece, like[where], number, 0)
-
-        for number, name, slices, shape, dtype in sorted(entries, key=lambda entry: entry[0]):
-            like = torch.empty(shape, dtype=dtype, device="meta")
-            parts = ((where, moved(number, name, where, like)) for where in slices)
-            yield name, assemble(parts, shape, dtype)
-
-
-def owns(stage: Module, name: str) -> bool:
-    """Return False for the last stage's copy of tied embeddings."""
-    return stage.first or name != TIED_WEIGHT

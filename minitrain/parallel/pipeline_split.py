@@ -9,12 +9,49 @@ layers of Llama 3 70B, and all ranks would wait for its rank.
 """
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from minitrain.settings import Parallel
 
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+TORCH = "torch.distributed.pipelining.schedules.Schedule"
+
+
+class Schedule(NamedTuple):
+    """What the package must know of a schedule; see the table in pipeline.py for what each costs.
+
+    path: of its class, of torch or like those. stages: of a rank; None: any number.
+    v_shaped: see `rank_of`. splits_backward: gradients of weights are computed apart, later.
+    all_at_once: every forward pass comes before the first backward pass.
+    least: micro-batches that it needs, for each of the pipeline's ranks; 0: one is enough.
+    in_rounds: it works in equal rounds of about as many micro-batches as there are ranks.
+    """
+
+    path: str
+    stages: int | None = None
+    v_shaped: bool = False
+    splits_backward: bool = False
+    all_at_once: bool = False
+    least: int = 0
+    in_rounds: bool = False
+
+
+# One of one's own needs a line here, and its name in settings.py.
+SCHEDULES = {
+    "GPipe": Schedule(TORCH + "GPipe", stages=1, all_at_once=True),
+    "1F1B": Schedule(TORCH + "1F1B", stages=1, least=1),
+    "Interleaved1F1B": Schedule(TORCH + "Interleaved1F1B", in_rounds=True),
+    "LoopedBFS": Schedule(TORCH + "LoopedBFS", all_at_once=True),
+    "InterleavedZeroBubble": Schedule(
+        TORCH + "InterleavedZeroBubble", splits_backward=True, in_rounds=True
+    ),
+    "ZBVZeroBubble": Schedule(
+        TORCH + "ZBVZeroBubble", stages=2, v_shaped=True, splits_backward=True
+    ),
+    "DualPipeV": Schedule(
+        TORCH + "DualPipeV", stages=2, v_shaped=True, splits_backward=True, least=2
+    ),
+}
 
 
 def rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
@@ -51,15 +88,15 @@ def local_stages(parallel: "Parallel", layers: int, rank: int) -> dict[int, dict
     parts = split_layers(
         layers, parallel.pp * parallel.vp, parallel.layers_per_stage, parallel.head_layers
     )
-    v_shaped = parallel.schedule in V_SHAPED
+    v_shaped = SCHEDULES[parallel.schedule].v_shaped
     return {n: part for n, part in enumerate(parts) if rank_of(n, parallel.pp, v_shaped) == rank}
 
 
 def pipeline_needs(p: "Parallel", micro_batches: int) -> str | None:
     """Return words for the micro-batches that the schedule needs, None if it can run so many."""
-    least = {"1F1B": p.pp, "DualPipeV": 2 * p.pp}.get(p.schedule, 1)
-    # torch's interleaved schedules work in equal rounds of about pp micro-batches
-    rounds = max(1, micro_batches // p.pp) if p.schedule.startswith("Interleaved") else 1
+    schedule = SCHEDULES[p.schedule]
+    least = max(1, schedule.least * p.pp)
+    rounds = max(1, micro_batches // p.pp) if schedule.in_rounds else 1
     if p.pp > 1 and micro_batches < least:
         return f"at least {least}"
     if p.pp > 1 and micro_batches % rounds:

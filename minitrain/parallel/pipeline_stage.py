@@ -4,6 +4,7 @@ All private names of torch's pipelining stand in this file. None has a public on
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,14 @@ from torch.distributed.pipelining import PipelineStage
 # the simulator replays these
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # noqa: F401
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, _batch_p2p
+
+from minitrain.parallel.pipeline_split import SCHEDULES
+
+
+def schedule_class(name: str) -> type:
+    """Return the class of a schedule in SCHEDULES."""
+    module, _, kind = SCHEDULES[name].path.rpartition(".")
+    return getattr(import_module(module), kind)
 
 
 class Stage(PipelineStage):

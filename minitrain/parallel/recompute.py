@@ -32,7 +32,7 @@ from torch.utils.checkpoint import (
 )
 
 from minitrain.models.layers import set_variant
-from minitrain.parallel.collectives import operators as collectives
+from minitrain.parallel.collectives import operators
 
 _ops = torch.ops.aten
 ATTENTION = {
@@ -48,11 +48,11 @@ EXPENSIVE = {
     _ops.bmm.default,
     _ops._grouped_mm.default,
     _ops._scaled_mm.default,
-    collectives.all_to_all_single.default,
-    collectives.reduce_scatter_tensor.default,
+    operators.all_to_all_single.default,
+    operators.reduce_scatter_tensor.default,
 }
 # matrix products that files of models/ register as operators, when imported
-OWN_PRODUCTS = ("add_product", "onednn_linear", "grouped_mm", "linear_fp32", "scaled_mm")
+OWN_PRODUCTS = ("add_product", "cpu_linear", "grouped_mm", "linear_fp32", "scaled_mm")
 # The router's top-k, and the sort of tokens by expert. A second run may round its inputs
 # differently, and select other experts than those whose outputs are saved.
 ROUTING = {_ops.topk.default, _ops.sort.stable}

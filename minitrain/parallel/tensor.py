@@ -70,7 +70,7 @@ from torch.nn import Module
 
 from minitrain.models.layers import set_variant
 from minitrain.models.quantize import E4M3, E5M2, cast, dequantize, largest, power_of_two_scale
-from minitrain.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from minitrain.parallel import collectives
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 
 
@@ -89,7 +89,7 @@ def split_block(
     parts: modules of the block, such as attention and MLP. Each has one row-parallel Linear, and
         two exchange points: `gather` takes its input, `reduce` its output.
     """
-    gather, scatter = collectives(mesh)
+    all_gather, reduce_scatter = along_sequence(mesh)
     for name, module in block.named_modules():
         placement = Replicate()
         # local_rows: there are fewer key/value heads than ranks, see `share_heads`
@@ -103,9 +103,10 @@ def split_block(
         linears = {name: x for name, x in part.named_modules() if isinstance(x, nn.Linear)}
         last = linears.pop(next(name for name in linears if name.endswith(row)))
         in_fp8 = all(map(only_multiplies_in_fp8, linears.values()))
-        part.gather = partial(gather, in_fp8=in_fp8)
+        part.gather = partial(all_gather, in_fp8=in_fp8)
         # the gradient of a bias is a sum of the gradients that `reduce` gathers
-        part.reduce = partial(scatter, in_fp8=only_multiplies_in_fp8(last) and last.bias is None)
+        in_fp8 = only_multiplies_in_fp8(last) and last.bias is None
+        part.reduce = partial(reduce_scatter, in_fp8=in_fp8)
     # FSDP's own hook, which gathers the weights, goes before it
     block.register_forward_pre_hook(use_local_tensors)
 
@@ -134,14 +135,14 @@ class VocabParallelEmbedding(nn.Embedding):
         mine = (rows >= 0) & (rows < len(weight))
         # [batch, seq, hidden]: other ranks' tokens look up row 0, then become 0
         x = torch.where(mine[..., None], F.embedding(rows * mine, weight), 0)
-        _, scatter = collectives(mesh)
-        return scatter(x)
+        _, reduce_scatter = along_sequence(mesh)
+        return reduce_scatter(x)
 
 
 # --- collectives of [batch, seq, hidden] along seq
 
 
-def collectives(mesh: DeviceMesh) -> tuple[Callable, Callable]:
+def along_sequence(mesh: DeviceMesh) -> tuple[Callable, Callable]:
     """Return differentiable all_gather(x, in_fp8=False) and reduce_scatter(x, in_fp8=False).
 
     Each is the backward pass of the other. Shapes: see `AllGather` and `ReduceScatter`.
@@ -162,11 +163,15 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, size, name, in_fp8):
         ctx.group = size, name
-        return all_gather_fp8(x, size, name, E4M3) if in_fp8 else all_gather(x, size, name)
+        return (
+            all_gather_fp8(x, size, name, E4M3)
+            if in_fp8
+            else collectives.all_gather(x, size, name)
+        )
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter(grad, *ctx.group), None, None, None
+        return collectives.reduce_scatter(grad, *ctx.group), None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -176,14 +181,14 @@ class ReduceScatter(torch.autograd.Function):
     def forward(ctx, x, size, name, in_fp8):
         ctx.group = size, name
         ctx.in_fp8 = in_fp8
-        return reduce_scatter(x, size, name)
+        return collectives.reduce_scatter(x, size, name)
 
     @staticmethod
     def backward(ctx, grad):
         # grad: [batch, seq / tp, hidden]; e5m2, as for all gradients in FP8 products
         if ctx.in_fp8:
             return all_gather_fp8(grad, *ctx.group, E5M2), None, None, None
-        return all_gather(grad, *ctx.group), None, None, None
+        return collectives.all_gather(grad, *ctx.group), None, None, None
 
 
 def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tensor:
@@ -193,7 +198,7 @@ def all_gather_fp8(x: Tensor, size: int, name: str, dtype: torch.dtype) -> Tenso
     scales are powers of two.
     """
     # one scale for all ranks
-    scale = power_of_two_scale(all_reduce(largest(x), "max", name), dtype)
+    scale = power_of_two_scale(collectives.all_reduce(largest(x), "max", name), dtype)
     # as bytes: not every backend knows FP8
-    gathered = all_gather(cast(x, scale, dtype).view(torch.uint8), size, name)
+    gathered = collectives.all_gather(cast(x, scale, dtype).view(torch.uint8), size, name)
     return dequantize(gathered.view(dtype), 1 / scale, x.dtype)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from minitrain.models.layers import set_variant
 from minitrain.parallel.mesh import local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.parallel.tensor import collectives, split_block, split_embedding
+from minitrain.parallel.tensor import along_sequence, split_block, split_embedding
 
 if TYPE_CHECKING:
     from minitrain.models.attention import GroupedQueryAttention
@@ -47,9 +47,9 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
     weight becomes a DTensor, split by vocabulary, so the model must be called with a `head` that
     takes one (training/loss.py).
     """
-    gather, scatter = collectives(mesh)
+    all_gather, reduce_scatter = along_sequence(mesh)
     for block in model.blocks:
-        split_decoder_block(block, mesh, gather, scatter)
+        split_decoder_block(block, mesh, all_gather, reduce_scatter)
     # of these a pipeline stage has some
     outer = model.model
     if "embed_tokens" in outer:
@@ -61,30 +61,30 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
     if "norm" in outer:
         split_parameters(outer["norm"], mesh, Replicate())
         outer["norm"].register_forward_pre_hook(use_local_tensors)
-        model.gather = gather
+        model.gather = all_gather
     if model.lm_head is not None:
         split_parameters(model.lm_head, mesh, Shard(0))
 
 
 def split_decoder_block(
-    block: "Block", mesh: DeviceMesh, gather: Callable, scatter: Callable
+    block: "Block", mesh: DeviceMesh, all_gather: Callable, reduce_scatter: Callable
 ) -> None:
     """Split a block in place. The names of its modules tell its kinds of attention and MLP.
 
-    gather, scatter: from `collectives`.
+    all_gather, reduce_scatter: from `along_sequence`.
     """
     attention = block.self_attn
     mlp = block.mlp
     if hasattr(attention, "k_proj"):
         share_heads(attention, mesh)
     if hasattr(mlp, "experts"):
-        split_experts(mlp, mesh, gather, scatter)
+        split_experts(mlp, mesh, all_gather, reduce_scatter)
         mlp = mlp.shared_experts
     parts = [part for part in (attention, block.mamba, mlp) if part is not None]
     split_block(block, mesh, COLUMN, ROW, parts)
     if hasattr(attention, "kv_b_proj"):
         # latent attention gathers latents, which norms read: `split_block` may have chosen FP8
-        attention.gather = gather
+        attention.gather = all_gather
 
 
 def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
@@ -100,7 +100,9 @@ def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
             module.local_rows = slice(first, first + attention.head_dim)
 
 
-def split_experts(moe: "MoE", mesh: DeviceMesh, gather: Callable, scatter: Callable) -> None:
+def split_experts(
+    moe: "MoE", mesh: DeviceMesh, all_gather: Callable, reduce_scatter: Callable
+) -> None:
     """Split the channels of all experts, unless expert parallelism has split them by expert."""
     experts = moe.experts
     # document ids [batch, seq] -> those of this rank's tokens, for the router
@@ -110,13 +112,13 @@ def split_experts(moe: "MoE", mesh: DeviceMesh, gather: Callable, scatter: Calla
         split_parameters(experts, mesh, Shard(1), experts.first)
         # [experts, width, channels]; its bias [experts, width] has no channels to split
         split_parameters(experts, mesh, Shard(2), "down_proj")
-        moe.dispatch = partial(dispatch_to_all, moe.dispatch, gather, scatter)
+        moe.dispatch = partial(dispatch_to_all, moe.dispatch, all_gather, reduce_scatter)
 
 
 def dispatch_to_all(
     dispatch: Callable,
-    gather: Callable,
-    scatter: Callable,
+    all_gather: Callable,
+    reduce_scatter: Callable,
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
@@ -128,9 +130,9 @@ def dispatch_to_all(
     x: [tokens, width], this rank's tokens, as the result; indices, weights: [tokens, top_k].
     """
     # [tokens x tp, ...]; the collectives take [batch, seq, width], so all tokens are one sequence
-    x, indices, weights = (gather(tensor[None])[0] for tensor in (x, indices, weights))
+    x, indices, weights = (all_gather(tensor[None])[0] for tensor in (x, indices, weights))
     finish = dispatch(x, indices, weights, experts)
-    return lambda: scatter(finish()[None])[0]
+    return lambda: reduce_scatter(finish()[None])[0]
 
 
 class LocalPositions(nn.Embedding):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minitrain.parallel.pipeline_stage import get_schedule_ops
+from minitrain.parallel.pipeline_stage import get_schedule_ops, schedule_class
 
 # torch's names and letters; the zero-bubble papers write B for I
 KIND_LETTERS = {
@@ -67,7 +67,7 @@ def schedule_order(
     # torch has it, but lists a batch too many for its last rank
     if schedule == "1F1B":
         return [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
-    per_rank = get_schedule_ops(schedule, ranks, micro_batches, stages_per_rank)
+    per_rank = get_schedule_ops(schedule_class(schedule), ranks, micro_batches, stages_per_rank)
     return [
         [action for entry in entries for action in schedule_actions(entry)]
         for entries in per_rank

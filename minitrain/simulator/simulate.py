@@ -29,7 +29,7 @@ import torch
 from minitrain.bench.measure import published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.parallel.pipeline_split import local_stages
+from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
 from minitrain.run.config.layout_checks import (
     check_layout,
     micro_batches,
@@ -44,8 +44,6 @@ from minitrain.simulator.replay import Action, Replay, replay, schedule_order
 from minitrain.simulator.timeline import System, Timeline, play
 from minitrain.simulator.trace import Trace
 
-# schedules that run every forward pass before the first backward pass
-ALL_AT_ONCE = ("GPipe", "LoopedBFS")
 # settings of `recompute` with which all matrix products of a forward pass run again
 TWICE = ("full", "attention")
 
@@ -186,7 +184,7 @@ def few(config: Config) -> int:
     """Count the micro-batches of a rank that are run."""
     count = micro_batches(config)
     p = config.parallel
-    if p.schedule in ALL_AT_ONCE and p.pp > 1:
+    if p.pp > 1 and SCHEDULES[p.schedule].all_at_once:
         return count
     return min(count, 3 if p.pp == 1 else 2 * p.pp)
 

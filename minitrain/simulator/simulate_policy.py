@@ -300,7 +300,6 @@ def offload_seconds(config: Config, parameters: list[tuple[str, Tensor]]) -> flo
     reference = 0
     if config.grpo.kl:
         reference = 2 if config.precision == "bf16-pure" else 4
-    size = 0
-    for name, parameter in parameters:
-        size += parameter.numel() * (state_bytes(name, parameter, config.optim) + reference)
+    size = state_bytes(parameters, config.optim)
+    size += reference * sum(parameter.numel() for _, parameter in parameters)
     return 2 * size / HOST_LINK

@@ -47,23 +47,25 @@ class RowBlock(NamedTuple):
 class AdamW(torch.optim.Optimizer):
     """AdamW for parameters in fp32 or bf16, sharded or not. Its checkpoints are torch.optim.AdamW's.
 
-    names: the name of every parameter.
     states: the type of exp_avg and exp_avg_sq.
     stochastic: round bf16 numbers stochastically, not to nearest.
+    names: the name of every parameter, for stochastic rounding.
     """
 
     def __init__(
         self,
         groups: list[dict],
-        names: dict[Parameter, str],
         states: torch.dtype,
-        stochastic: bool,
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        stochastic: bool = False,
+        names: dict[Parameter, str] | None = None,
     ):
+        if stochastic and not names:
+            raise ValueError("stochastic rounding needs the names of parameters")
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, fused=True, states=states))
-        self.names = names
+        self.names = names or {}
         self.stochastic = stochastic
 
     @torch.no_grad()
@@ -92,7 +94,7 @@ class AdamW(torch.optim.Optimizer):
             weight, slices = local_shard(parameter)
             others = (parameter.grad, state["exp_avg"], state["exp_avg_sq"])
             tensors = [weight, *map(to_local, others)]
-            yield from split_rows(self.names[parameter], slices, state["step"], tensors)
+            yield from split_rows(self.names.get(parameter, ""), slices, state["step"], tensors)
 
     def new_state(self, parameter: Parameter, dtype: torch.dtype) -> dict[str, Tensor]:
         """Set a parameter's state to zeros, under the names of torch.optim.AdamW, and return it.

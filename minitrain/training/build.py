@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 from minitrain.hashing import seed_of
-from minitrain.models.cpu import to_onednn
+from minitrain.models.cpu import use_cpu_linears
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
@@ -31,13 +31,13 @@ from minitrain.training.footprint import check_fits
 def build_model(
     config: Config,
     meshes: Meshes,
-    fill: Callable[[Module], None] | None = None,
+    fill: Callable[[Config, Module], None] | None = None,
     trained: bool = True,
 ) -> Decoder | Wan | Pipeline:
     """Return the config's model, parallelized over the ranks.
 
-    fill(model): sets the parameters, which a config with a path to files needs; by default random
-        initial values.
+    fill(config, model): sets the parameters, which a config with a path to files needs; by default
+        random initial values.
     trained: the model will have gradients and optimizer states.
     Raises InputError if they do not fit this rank's memory.
     """
@@ -50,13 +50,13 @@ def build_model(
     # here memory is allocated, for this rank's shards alone
     model.to_empty(device=meshes.device)
     if meshes.device.type == "cpu":
-        to_onednn(model)
+        use_cpu_linears(model)
     if config.precision == "fp8":
         gather_in_fp8(model, config.fp8.keep_transposed)
     if fill is None:
         initialize(model, config.seed)
     else:
-        fill(model)
+        fill(config, model)
     return model
 
 

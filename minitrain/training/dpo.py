@@ -16,13 +16,14 @@ The reference is the weights that training starts from. They give each reply one
 changes: it is computed once, before the first step, and kept with the data. So there is no second
 model in memory. A run that resumes computes the numbers anew.
 
-This file is the pattern for an objective of one's own: three methods (see objectives.py), and
-`layouts`. Its rows are made in data/chat/preferences.py. Left out: cp, where no rank sees whole replies.
+This file is the pattern for an objective of one's own: three methods (see objectives.py),
+`layouts`, and `prepare`. Its rows are made in data/chat/preferences.py. Left out: cp, where no rank sees whole replies.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.settings import DPO
-from minitrain.training.log_probs import LogProbs, call, linear_log_probs
+from minitrain.training.log_probs import call, label_log_probs, linear_log_probs
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import Batch
+from minitrain.training.packing import Batch, Dataset
+
+if TYPE_CHECKING:
+    from minitrain.training.loop import Trainer
 
 
 class Preferences:
@@ -47,6 +51,10 @@ class Preferences:
     def __init__(self, settings: DPO):
         self.settings = settings
         self.sums = torch.zeros(4)
+
+    def prepare(self, trainer: "Trainer", dataset: Dataset, batches: int) -> None:
+        """Set the rows' reference, before training changes the model: see `add_reference`."""
+        add_reference(trainer, dataset, batches)
 
     def count(self, batch: Batch) -> int:
         """Return the number of pairs; both replies of each have labels."""
@@ -110,7 +118,7 @@ def reply_sums(x: Tensor, batch: Batch) -> Tensor:
     return sums.scatter_add(1, ids, x)
 
 
-def add_reference(trainer, dataset, batches: int) -> None:
+def add_reference(trainer: "Trainer", dataset: Dataset, batches: int) -> None:
     """Set `dataset.reference`, [rows, replies], from the model as it is. All ranks call it together.
 
     batches: how many of the dataset's global batches are used; rows beyond them become NaN. A row
@@ -122,7 +130,7 @@ def add_reference(trainer, dataset, batches: int) -> None:
     for step in range(min(epoch, batches)):
         micro_batches = trainer.micro_batches(dataset, step)
         # in a pipeline, empty on all ranks but the last stage's
-        outputs = trainer.outputs(LogProbs(), micro_batches)
+        outputs = trainer.outputs(label_log_probs, micro_batches)
         for batch, log_probs in zip(micro_batches, outputs, strict=False):
             row = batch["row"]
             sums[row] += reply_sums(log_probs.cpu(), batch)

@@ -20,7 +20,7 @@ from torch.nn import Module
 from minitrain.errors import InputError
 from minitrain.hashing import seed_of
 from minitrain.settings import Diffusion
-from minitrain.training.packing import Batch
+from minitrain.training.packing import Batch, Dataset
 
 # n * GOLDEN_RATIO % 1 covers [0, 1) evenly for any range of n
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -37,8 +37,9 @@ class FlowMatching:
     frames, height, width] and image [batch, tokens, image_dim].
     """
 
-    # the model gathers its velocities, so every context-parallel rank has all of them
+    # the model gathers its velocities, so every context-parallel rank has all of a video's errors
     layouts = ("cp",)
+    summed_over = "batch"
 
     def __init__(self, settings: Diffusion, patch_elements: int = 1):
         self.settings = settings
@@ -232,7 +233,7 @@ class Noised:
         of rows, whatever the settings, so losses of different runs compare.
     """
 
-    def __init__(self, dataset, settings: Diffusion, seed: int, held_out: bool = False):
+    def __init__(self, dataset: Dataset, settings: Diffusion, seed: int, held_out: bool = False):
         # also finds the limits of sigma, which no step should wait for
         check_diffusion(settings)
         self.dataset = dataset

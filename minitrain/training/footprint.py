@@ -1,24 +1,26 @@
 """Estimate the bytes of a rank's weights, gradients and optimizer states before allocating them.
 
 Bytes per parameter: weights 4 (2 with precision=bf16-pure, or if frozen with bf16), gradients as
-many as weights, AdamW's states 8 (4 with optim.states=bf16), Muon's momentum 4, averages 4
-(optim.ema). Left out: activations, gathered weights, and what libraries take.
+many as weights, averages 4 (optim.ema). What an optimizer keeps it is asked itself: AdamW 8 (4 with
+optim.states=bf16), Muon 4. Left out: activations, gathered weights, and what libraries take.
 """
 
 import math
 import os
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from minitrain.errors import InputError
 from minitrain.parallel.shards import to_local
 from minitrain.settings import Config, Optim
-from minitrain.training.muon import has_muon
+from minitrain.training.optim import make_optimizer
 
 LINUX_MEMORY = Path("/proc/meminfo")
 OWN_GROUPS = Path("/proc/self/cgroup")
@@ -31,24 +33,52 @@ def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, 
 
     trained: with gradients and optimizer states.
     """
-    sizes = {"weights": 0, "gradients": 0, "optimizer states": 0}
-    for name, parameter in model.named_parameters():
-        part = to_local(parameter)
-        sizes["weights"] += part.nbytes
-        if part.requires_grad and trained:
-            sizes["gradients"] += part.nbytes
-            sizes["optimizer states"] += part.numel() * state_bytes(name, part, config.optim)
-    return sizes
+    parts = [(name, to_local(p)) for name, p in model.named_parameters()]
+    learning = [(name, part) for name, part in parts if part.requires_grad and trained]
+    return {
+        "weights": sum(part.nbytes for _, part in parts),
+        "gradients": sum(part.nbytes for _, part in learning),
+        "optimizer states": state_bytes(learning, config.optim),
+    }
 
 
-def state_bytes(name: str, parameter: Tensor, optim: Optim) -> int:
-    """Return the optimizer's bytes for each number of a parameter [...]."""
-    size = {"fp32": 8, "bf16": 4}[optim.states]
-    if optim.name == "sgd":
-        size = 0
-    elif optim.name == "muon" and has_muon(name, parameter):
-        size = 4
-    return size + 4 * (optim.ema > 0)
+def state_bytes(parameters: Iterable[tuple[str, Tensor]], optim: Optim) -> int:
+    """Return the bytes of the optimizer's states for trained parameters [...], each with its name.
+
+    They are those after one step on stand-ins, two numbers wide: a stand-in for each kind of
+    parameter. States that have not their parameter's shape are left out.
+    """
+    # by name without the layer's number, dimensions and type
+    numbers = Counter()
+    for name, parameter in parameters:
+        kind = re.sub(r"\.\d+\.", ".{}.", name), parameter.ndim, parameter.dtype
+        numbers[kind] += parameter.numel()
+    model = Module()
+    stand_ins = {}
+    for i, kind in enumerate(numbers):
+        name, ndim, dtype = kind
+        stand_ins[kind] = add_parameter(model, name.replace("{}", str(i)), ndim, dtype)
+    optimizer = make_optimizer(model, optim)
+    optimizer.step()
+    size = 4 * numbers.total() if optim.ema else 0
+    for kind, stand_in in stand_ins.items():
+        states = [x for x in optimizer.state[stand_in].values() if isinstance(x, Tensor)]
+        each = sum(x.itemsize for x in states if x.shape == stand_in.shape)
+        size += numbers[kind] * each
+    return size
+
+
+def add_parameter(model: Module, path: str, ndim: int, dtype: torch.dtype) -> Parameter:
+    """Add a parameter [2, 2, ...] of zeros with a gradient to a model, and return it."""
+    *parts, name = path.split(".")
+    for part in parts:
+        if not hasattr(model, part):
+            model.add_module(part, Module())
+        model = getattr(model, part)
+    parameter = Parameter(torch.zeros((2,) * ndim, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    model.register_parameter(name, parameter)
+    return parameter
 
 
 def check_fits(model: Module, config: Config, device: torch.device, trained: bool = True) -> None:

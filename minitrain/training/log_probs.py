@@ -22,21 +22,15 @@ from minitrain.training.loss import (
 from minitrain.training.packing import Batch
 
 
-class LogProbs:
-    """The pass that computes log-probabilities, with the interface of an objective."""
+def label_log_probs(model: Module, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """Return the log-probabilities of a batch's labels, fp32 [micro, seq]: see `Trainer.outputs`."""
 
-    def __init__(self, temperature: float = 1.0):
-        self.temperature = temperature
+    def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        # [micro, seq]
+        log_probs, _ = linear_log_probs(hidden, weight, labels, temperature)
+        return log_probs
 
-    def loss(self, model: Module, batch: Batch) -> Tensor:
-        """Return the labels' log-probabilities, fp32 [micro, seq]."""
-
-        def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-            # [micro, seq]
-            log_probs, _ = linear_log_probs(hidden, weight, labels, self.temperature)
-            return log_probs
-
-        return call(model, batch, head)
+    return call(model, batch, head)
 
 
 def call(model: Module, batch: Batch, head: Callable[..., Tensor]) -> Tensor:

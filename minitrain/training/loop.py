@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
+from minitrain.hashing import seed_of
 from minitrain.models.router import Router, update_selection_bias
 from minitrain.parallel.collectives import sum_over
 from minitrain.parallel.context import local_tokens
@@ -25,9 +26,9 @@ from minitrain.settings import Config
 from minitrain.training.build import build_model
 from minitrain.training.ema import update_averages
 from minitrain.training.loss import IGNORE
-from minitrain.training.objectives import check_objective, make_objective
+from minitrain.training.objectives import Objective, check_objective, make_objective
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
-from minitrain.training.packing import Batch, rows
+from minitrain.training.packing import Batch, Dataset, rows
 
 
 class Trainer:
@@ -41,18 +42,24 @@ class Trainer:
         self,
         config: Config,
         meshes: Meshes,
-        objective=None,
-        fill: Callable[[Module], None] | None = None,
+        objective: Objective | None = None,
+        fill: Callable[[Config, Module], None] | None = None,
     ):
         self.config = config
         self.meshes = meshes
+        self.fill = fill
         self.objective = objective or make_objective(config)
         check_objective(self.objective, config.parallel)
         self.device = meshes.device
         self.model = build_model(config, meshes, fill)
         self.optimizer = make_optimizer(self.model, config.optim)
 
-    def micro_batches(self, dataset, step: int, read: Callable = rows) -> list[Batch]:
+    def prepare(self, dataset: Dataset, batches: int) -> None:
+        """Let the objective prepare for the first `batches` global batches of a dataset."""
+        if hasattr(self.objective, "prepare"):
+            self.objective.prepare(self, dataset, batches)
+
+    def micro_batches(self, dataset: Dataset, step: int, read: Callable = rows) -> list[Batch]:
         """Read this rank's rows of step 0, 1, ...; all ranks together read consecutive rows.
 
         read(dataset, numbers): returns a batch of rows.
@@ -69,7 +76,7 @@ class Trainer:
             micro_batches.append(own)
         return micro_batches
 
-    def step(self, dataset, step: int) -> dict[str, Tensor]:
+    def step(self, dataset: Dataset, step: int) -> dict[str, Tensor]:
         """Run one optimizer step on the rows of `step`. Return loss and grad_norm, scalars []."""
         return self.update(self.micro_batches(dataset, step), step)
 
@@ -93,41 +100,41 @@ class Trainer:
         if self.config.optim.ema:
             update_averages(self.optimizer, self.config.optim, step, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        # Wan has no experts
-        speed = getattr(self.config.model.config, "bias_update_speed", 0)
-        if speed:
-            # by 0 if the step is skipped
-            update_selection_bias(
-                self.model, speed * finite, partial(sum_over, self.meshes.tokens)
-            )
+        # by 0 if the step is skipped
+        update_selection_bias(self.model, finite, partial(sum_over, self.meshes.tokens))
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
     def outputs(
-        self, objective, batches: list[Batch], model: Module | None = None
+        self,
+        compute: Callable[[Module, Batch], Tensor],
+        batches: list[Batch],
+        model: Module | None = None,
     ) -> list[Tensor]:
-        """Return objective.loss of each batch, by default under the model that is trained.
+        """Return compute(model, batch) of each batch, by default of the model that is trained.
 
-        Values of batches: [micro, seq / cp, ...]; the outputs are as the objective has them. In a
-        pipeline only the last stage has outputs; others get an empty list.
+        compute: an objective's `loss`, or what returns the model's result unchanged as that does.
+        Values of batches: [micro, seq / cp, ...]. In a pipeline only the last stage has outputs;
+        others get an empty list.
         """
         model = model or self.model
         inputs = [to_device(batch, self.device) for batch in batches]
         if isinstance(model, Pipeline):
-            results = model.outputs(objective, inputs)
+            results = model.outputs(compute, inputs)
         else:
-            results = [objective.loss(model, batch) for batch in inputs]
+            results = [compute(model, batch) for batch in inputs]
         reshard(model)
         return results
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor [...] over ranks with other tokens; in a pipeline the last stage has it."""
-        # each context-parallel rank has all of a video's errors
-        ranks = self.meshes.batch if self.config.task == "diffusion" else self.meshes.loss
+        """Sum a tensor [...] over the objective's ranks; in a pipeline the last stage has it."""
+        ranks = getattr(self.meshes, getattr(self.objective, "summed_over", "loss"))
         return sum_over(self.meshes.pp, sum_over(ranks, tensor.to(self.device)))
 
     @torch.no_grad()
-    def evaluate(self, dataset, stopping: Callable[[], bool] = lambda: False) -> float | None:
+    def evaluate(
+        self, dataset: Dataset, stopping: Callable[[], bool] = lambda: False
+    ) -> float | None:
         """Return the mean loss over the first `validation.batches` full global batches of a dataset.
 
         A dataset smaller than one batch is repeated to fill it. Repeated tokens do not count;
@@ -144,7 +151,7 @@ class Trainer:
                 return None
             micro_batches = self.micro_batches(dataset, step, rows_once)
             count += sum(map(self.objective.count, micro_batches))
-            total += sum(self.outputs(self.objective, micro_batches))
+            total += sum(self.outputs(self.objective.loss, micro_batches))
         # of a pipeline, the last stage has it
         sum_over(self.meshes.pp, total)
         # one all-reduce for both, [2]
@@ -153,7 +160,7 @@ class Trainer:
         return total / max(count, 1)
 
 
-def rows_once(dataset, numbers: range) -> Batch:
+def rows_once(dataset: Dataset, numbers: range) -> Batch:
     """Read `rows`, each value [rows, ...], and set labels after the first epoch to IGNORE."""
     batch = rows(dataset, numbers)
     if "labels" in batch:
@@ -166,13 +173,16 @@ def dropout_seed(seed: int, step: int, meshes: Meshes) -> int:
 
     Ranks of a tensor-parallel group get the same seed: they must draw the same masks.
     """
-    numbers = seed, step, meshes.loss.get_local_rank(), meshes.pp.get_local_rank()
-    # Python salts the hashes of strings, not those of ints
-    return hash(numbers) & (2**63 - 1)
+    place = meshes.loss.get_local_rank(), meshes.pp.get_local_rank()
+    return seed_of(f"{seed}/dropout/{step}/{place}")
 
 
 def forward_backward(
-    model: Module, objective, micro_batches: list[Batch], meshes: Meshes, device: torch.device
+    model: Module,
+    objective: Objective,
+    micro_batches: list[Batch],
+    meshes: Meshes,
+    device: torch.device,
 ) -> Tensor:
     """Add the gradients of the mean loss over all ranks' micro-batches. Return that loss, a scalar.
 
@@ -182,14 +192,16 @@ def forward_backward(
     set_token_counts(model, micro_batches, meshes, device)
     batches = [to_device(batch, device) for batch in micro_batches]
     if isinstance(model, Pipeline):
-        total = model.forward_backward(objective, batches, count)
+        total = model.forward_backward(objective.loss, batches, count)
     else:
         total = accumulate_gradients(model, objective, batches, count)
     sum_over(meshes.loss, total)
     return total
 
 
-def accumulate_gradients(model: Module, objective, batches: list[Batch], count: Tensor) -> Tensor:
+def accumulate_gradients(
+    model: Module, objective: Objective, batches: list[Batch], count: Tensor
+) -> Tensor:
     """Run forward and backward of each micro-batch. Return this rank's loss sum / count, a scalar.
 
     batches: each value is [micro, seq / cp, ...]. count: loss terms of all ranks, a scalar.
@@ -205,7 +217,9 @@ def accumulate_gradients(model: Module, objective, batches: list[Batch], count: 
     return total
 
 
-def global_count(objective, micro_batches, meshes: Meshes, device: torch.device) -> Tensor:
+def global_count(
+    objective: Objective, micro_batches: list[Batch], meshes: Meshes, device: torch.device
+) -> Tensor:
     """Return the number of loss terms on all ranks, a float scalar [], at least 1."""
     # torch.tensor would synchronize with the device
     count = torch.full((), sum(map(objective.count, micro_batches)), device=device)
@@ -238,7 +252,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def training_steps(
-    trainer: Trainer, dataset, start: int, seen: int
+    trainer: Trainer, dataset: Dataset, start: int, seen: int
 ) -> Iterator[dict[str, float]]:
     """Run the config's steps from `start` on, and yield the metrics of each.
 

@@ -61,7 +61,10 @@ def has_muon(name: str, parameter: Tensor) -> bool:
 
 
 class Muon(AdamW):
-    """Muon for parameter groups with a `newton_schulz`, the type of its products; AdamW for others."""
+    """Muon for parameter groups with a `newton_schulz`, the type of its products; AdamW for others.
+
+    names: tell gate_up_proj, which has the rows of two matrices; a model without it needs none.
+    """
 
     def update_group(self, group: dict, skip: Tensor | None) -> None:
         # skip: a scalar [], 1 if the update is skipped
@@ -73,7 +76,7 @@ class Muon(AdamW):
             if parameter.grad is None:
                 continue
             parts = 1
-            if self.names[parameter].endswith("gate_up_proj"):
+            if self.names.get(parameter, "").endswith("gate_up_proj"):
                 parts = 2
             alike[parameter.shape, parts, *splits(parameter)].append(parameter)
         for (_, parts, *split), parameters in alike.items():

@@ -1,28 +1,29 @@
 """Objectives: the interface between the training loop and a task, and next-token prediction.
 
-An objective has three methods:
-
-    count(batch)         return the number of loss terms in `batch`, an int. The loop divides by the
-                         step's count. A row whose labels are all IGNORE has none: validation fills
-                         its last batch with such rows
-    loss(model, batch)   return the sum of the terms, a differentiable scalar
-    metrics(sum_over)    return a dict of floats for the log, about the micro-batches with gradients
-                         since the last call. sum_over(tensor) sums over ranks with other tokens; all
-                         ranks must call it
-
-That suffices if ranks have different rows or share weights (dp_replicate, dp_shard, tp, ep). Two
-layouts need more, and are refused unless the objective names them in `layouts`:
+The three methods of `Objective` suffice if ranks have different rows or share weights
+(dp_replicate, dp_shard, tp, ep). Two layouts need more, and are refused unless the objective names
+them in `layouts`:
 
     cp   ranks have different tokens of the same rows, and their losses are summed. So each term may
          depend on the hidden state of one token only. DPO's log-sigmoid of a sequence's
          log-probabilities does not fit
     pp   every stage calls `loss` with itself as the model, and only the last returns a scalar. So
          `loss` must return the model's result unchanged, and compute the rest in the model's `head`
+
+Where ranks with other tokens of the same rows each have all of the rows' numbers, as with videos,
+`summed_over = "batch"` says that metrics are summed over ranks with other rows alone.
+
+An objective that needs more than rows and the trained model, such as a second model, has a method
+prepare(trainer, dataset, batches). It is called before the first step: for the dataset that is
+trained on, of which so many global batches are used, and for a held-out one. All ranks call it
+together. A second model is `build_model(config, trainer.meshes, trainer.fill, trained=False)`;
+dpo.py needs only its outputs.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +37,26 @@ from minitrain.training.loss import IGNORE, linear_cross_entropy
 from minitrain.training.packing import Batch
 
 
-def make_objective(config: Config) -> "LanguageModeling | FlowMatching | Preferences":
+class Objective(Protocol):
+    """What is learned. `layouts`, `summed_over` and `prepare` may be missing: see above."""
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of loss terms; the loop divides by that of the step.
+
+        A row whose labels are all IGNORE has none: validation fills its last batch with such rows.
+        """
+
+    def loss(self, model: Module, batch: Batch) -> Tensor:
+        """Return the sum of the terms, a differentiable scalar []."""
+
+    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return numbers for the log, about the micro-batches with gradients since the last call.
+
+        sum_over: sums a tensor over ranks with other tokens; all ranks must call it.
+        """
+
+
+def make_objective(config: Config) -> Objective:
     """Return the objective of the config's task (grpo/ has its own)."""
     if config.task == "dpo":
         return Preferences(config.dpo)
@@ -46,7 +66,7 @@ def make_objective(config: Config) -> "LanguageModeling | FlowMatching | Prefere
     return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
 
 
-def check_objective(objective, parallel: Parallel) -> None:
+def check_objective(objective: Objective, parallel: Parallel) -> None:
     """Raise InputError if the objective does not declare that it supports this layout."""
     for name in ("cp", "pp"):
         size = getattr(parallel, name)

@@ -50,9 +50,11 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     if optim.name == "muon":
         products = TYPES[optim.newton_schulz]
         groups.append(groups[0] | {"params": orthogonal, "newton_schulz": products})
-        return Muon(groups, names, states, False, **settings)
+        return Muon(groups, states, **settings, names=names)
     if optim.stochastic_rounding or differ:
-        return AdamW(groups, names, states, optim.stochastic_rounding, **settings)
+        return AdamW(
+            groups, states, **settings, stochastic=optim.stochastic_rounding, names=names
+        )
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 

@@ -468,7 +468,7 @@ def test_a_checkpoint_loads_into_another_layout(pool, tmp_path):
 def read_and_gather(tree):
     """Each expert stack's local elements, and all weights gathered as for an export."""
     config = configs.from_dict(tree)
-    model = build_model(config, start(config), partial(fill_weights, config))
+    model = build_model(config, start(config), fill_weights)
     local = {
         name: p.to_local().numel() for name, p in model.named_parameters() if ".experts." in name
     }

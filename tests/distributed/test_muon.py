@@ -1,7 +1,5 @@
 """Muon against the published one, in one process and under every layout, through checkpoints too."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -32,7 +30,7 @@ TREE = {
 def train(tree, until, folder=None):
     """Train to step `until`, from the checkpoint in `folder` if there is one; return weights and states after it."""
     config = configs.from_dict(tree | {"steps": until})
-    trainer = Trainer(config, start(config), fill=partial(fill_weights, config))
+    trainer = Trainer(config, start(config), fill=fill_weights)
     checkpointer = Checkpointer(folder, keep=1) if folder else None
     saved = checkpointer.load(trainer.model, trainer.optimizer) if folder else None
     batches = Batches(config, until, packed_batch)

@@ -3,23 +3,28 @@
 import re
 import warnings
 from functools import partial
+from typing import get_args, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained, save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.parallelize import parallelize
-from minitrain.parallel.pipeline_split import V_SHAPED, rank_of, split_layers
+from minitrain.parallel.pipeline_split import SCHEDULES, rank_of, split_layers
 from minitrain.run.config import load as configs
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.launch.start import meshes_of, start
 from minitrain.run.tasks.exports import export
-from minitrain.simulator.fake_world import dry_run, fake_world
+from minitrain.settings import Parallel
+from minitrain.simulator.fake_world import dry_run, fake_world, trace_step
+from minitrain.simulator.replay import schedule_order
 from minitrain.training.build import build_model, make_model
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling
@@ -39,14 +44,8 @@ from tests.helpers.oracle import (
     train_compiled,
 )
 
-TWO_STAGES = {
-    "Interleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
-SCHEDULES = {"GPipe": 1, "1F1B": 1} | TWO_STAGES
+# stages of a rank: two where any number will do
+STAGES = {name: schedule.stages or 2 for name, schedule in SCHEDULES.items()}
 
 
 def tree(
@@ -70,7 +69,7 @@ def tree(
         "model": model,
         "batch": {"global": 2 * micro_batches * data_ranks, "micro": 2, "seq_len": 16},
         "optim": {"name": "sgd", "lr": 0.1, "clip": 0.5},
-        "parallel": {"pp": pp, "schedule": schedule, "vp": SCHEDULES[schedule]} | dict(parallel),
+        "parallel": {"pp": pp, "schedule": schedule, "vp": STAGES[schedule]} | dict(parallel),
         "device": "cpu",
     } | settings
 
@@ -115,7 +114,7 @@ def test_weights_are_gathered_once_a_step_or_freed_while_they_wait(pool):
     "schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 )
 def test_four_ranks_with_one_layer_per_stage(pool, schedule):
-    vp = SCHEDULES[schedule]
+    vp = STAGES[schedule]
     check_against_one_process(
         pool, 4, tree(4, schedule, layers=4 * vp - 2, micro_batches=8), steps=1
     )
@@ -477,7 +476,7 @@ def when(action, finished, stages):
 )
 @pytest.mark.parametrize(("ranks", "batches"), [(2, 8), (4, 16), (8, 32)])
 def test_the_table_of_idle_time_and_memory(schedule, vp, idle, held, ranks, batches):
-    for durations in [(1, 1, 1)] if schedule in V_SHAPED else [(1, 1, 1), (1, 1.2, 0.8)]:
+    for durations in [(1, 1, 1)] if SCHEDULES[schedule].v_shaped else [(1, 1, 1), (1, 1.2, 0.8)]:
         expected = idle(ranks, vp, *durations), held(ranks, vp, batches)
         assert replay(schedule, ranks, batches, vp, *durations) == pytest.approx(expected)
 
@@ -492,7 +491,7 @@ def test_a_step_runs_on_fake_tensors_in_a_fake_world(schedule, rank):
         rows = micro_batches(ragged_batch(config, 0), config, meshes.batch)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
-            loss = model.forward_backward(LanguageModeling(), rows, torch.tensor(5.0))
+            loss = model.forward_backward(LanguageModeling().loss, rows, torch.tensor(5.0))
         assert loss.shape == () and all(p.grad is not None for p in model.parameters())
 
 
@@ -606,3 +605,50 @@ def test_refused_numbers_of_micro_batches(settings, line):
 
 def test_the_most_stages_and_the_fewest_micro_batches():
     check_layout(configs.from_dict(tree(3, "Interleaved1F1B", micro_batches=1)), 3)
+
+
+# ---------------------------------------------------------------------------------------------------- one of one's own
+
+
+class OwnSchedule(ScheduleInterleaved1F1B):
+    """torch's, by another name: it counts how often it is made."""
+
+    made = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        type(self).made += 1
+
+
+OWN = {
+    "Interleaved1F1B": SCHEDULES["Interleaved1F1B"]._replace(
+        path=f"{__name__}.{OwnSchedule.__name__}"
+    )
+}
+
+
+def train_with_own_schedule(*args):
+    with mock.patch.dict(SCHEDULES, OWN):
+        before = OwnSchedule.made
+        result = oracle.train(*args)
+    assert OwnSchedule.made == before + 1
+    return result
+
+
+def test_a_schedule_of_ones_own_takes_its_line_in_the_table(pool):
+    own = tree(schedule="Interleaved1F1B")
+    check_against_one_process(pool, 2, own, run=train_with_own_schedule)
+
+
+def test_a_schedule_of_ones_own_is_simulated(monkeypatch):
+    expected = schedule_order("Interleaved1F1B", 2, 4, 2)
+    config = configs.from_dict(tree(schedule="Interleaved1F1B"))
+    for name, schedule in OWN.items():
+        monkeypatch.setitem(SCHEDULES, name, schedule)
+    before = OwnSchedule.made
+    assert schedule_order("Interleaved1F1B", 2, 4, 2) == expected
+    assert trace_step(config, 2).events and OwnSchedule.made == before + 2
+
+
+def test_the_table_names_all_schedules_of_the_settings():
+    assert tuple(SCHEDULES) == get_args(get_type_hints(Parallel)["schedule"])

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minitrain.data.chat.problems import open_problems
 from minitrain.errors import InputError
@@ -289,7 +290,7 @@ def test_the_reference_is_the_model_without_adapters(tmp_path):
     config = policy.config
     rollouts = [rollout for group in made_up_groups() for rollout in group]
     batches = policy.batches([response_sample(rollout, 0.0, config) for rollout in rollouts])
-    with without_adapters(config.lora):
+    with without_adapters(policy.model):
         policy.add_log_probs("reference", policy.model, batches)
     base.add_log_probs("expected", base.model, batches)
     policy.add_log_probs("adapted", policy.model, batches)
@@ -306,11 +307,16 @@ def test_the_reference_is_the_model_without_adapters(tmp_path):
 
 
 def test_adapters_are_back_after_an_error(tmp_path):
-    lora = make_adapted(tmp_path).config.lora
-    with pytest.raises(KeyError), without_adapters(lora):
-        assert lora.scale == 0
+    policy = make_adapted(tmp_path)
+    linear = policy.model.model.layers["0"].self_attn.q_proj
+    x = torch.randn(3, linear.in_features)
+    adapted = linear(x)
+    with pytest.raises(KeyError), without_adapters(policy.model):
+        torch.testing.assert_close(linear(x), F.linear(x, linear.weight), rtol=0, atol=0)
         raise KeyError
-    assert lora.scale == 2
+    torch.testing.assert_close(linear(x), adapted, rtol=0, atol=0)
+    assert (adapted - F.linear(x, linear.weight)).abs().max() > 0.01
+    assert policy.config.lora.scale == 2
 
 
 def test_refits_send_merged_weights(tmp_path):

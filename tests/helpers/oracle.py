@@ -98,7 +98,7 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
     """
     config = configs.from_dict(tree | {"device": "cpu"})
     meshes = start(config)
-    model = build_model(config, meshes, partial(fill_weights, config))
+    model = build_model(config, meshes, fill_weights)
     trace = Trace(weights=[copies(model.named_parameters())])
     for step in range(steps):
         rows = micro_batches(batch(config, step), config, meshes.batch)
@@ -200,9 +200,7 @@ def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
 def built(tree: dict) -> Tensors:
     """This rank's weights, in full, as a run begins with them."""
     config = configs.from_dict(tree | {"device": "cpu"})
-    return snapshot(
-        build_model(config, start(config), partial(fill_weights, config)).named_parameters()
-    )
+    return snapshot(build_model(config, start(config), fill_weights).named_parameters())
 
 
 def initial_weights(config: Config) -> Tensors:

@@ -347,10 +347,12 @@ def test_load_is_counted_once_where_a_compiled_block_recomputes():
 
 
 def test_selection_bias_moves_against_the_load():
-    model = nn.ModuleList([make_router(4, 1, "sigmoid") for _ in range(2)])
+    model = nn.ModuleList(
+        [make_router(4, 1, "sigmoid", bias_update_speed=0.01) for _ in range(2)]
+    )
     model[0].load, model[1].load = torch.tensor([5, 3, 4, 4]), torch.tensor([0, 0, 0, 8])
     update_selection_bias(
-        model, 0.01, sum_load=lambda load: load + torch.tensor([[0, 0, 0, 4], [0, 0, 0, 0]])
+        model, 1.0, sum_load=lambda load: load + torch.tensor([[0, 0, 0, 4], [0, 0, 0, 0]])
     )
     torch.testing.assert_close(
         model[0].e_score_correction_bias, torch.tensor([0.0, 0.01, 0.01, -0.01])
@@ -364,14 +366,14 @@ def test_selection_bias_moves_against_the_load():
 def test_selection_bias_evens_out_a_skewed_router():
     torch.manual_seed(0)
     router, x = (
-        fill(make_router(8, 2, "sigmoid", bias_update_speed=0.1)),
+        fill(make_router(8, 2, "sigmoid", bias_update_speed=0.01)),
         torch.randn(256, HIDDEN) + 0.3,
     )
     spread = []
     for _ in range(300):
         router(x)
         spread.append(router.load.float().std().item())
-        update_selection_bias(router, 0.01)
+        update_selection_bias(router, 1.0)
     assert spread[-1] < 0.2 * spread[0]
 
 

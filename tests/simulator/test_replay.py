@@ -2,7 +2,7 @@
 
 import pytest
 
-from minitrain.parallel.pipeline_split import V_SHAPED, rank_of
+from minitrain.parallel.pipeline_split import SCHEDULES, rank_of
 from minitrain.simulator.replay import replay, schedule_order
 
 FORWARD, INPUTS, WEIGHTS = (
@@ -109,4 +109,6 @@ def test_every_action_comes_after_what_it_needs(schedule):
     for rank, actions in enumerate(order):
         ends = [spans[action][1] for action in actions]
         assert ends == sorted(ends)
-        assert all(rank_of(stage, RANKS, schedule in V_SHAPED) == rank for stage, _, _ in actions)
+        assert all(
+            rank_of(stage, RANKS, SCHEDULES[schedule].v_shaped) == rank for stage, _, _ in actions
+        )

@@ -19,7 +19,7 @@ from minitrain.run.config import load as configs
 from minitrain.run.launch.start import make_trainer, start
 from minitrain.settings import DPO
 from minitrain.training.dpo import Preferences, add_reference, pair_losses, reply_sums
-from minitrain.training.log_probs import LogProbs
+from minitrain.training.log_probs import label_log_probs
 from minitrain.training.packing import rows
 from tests.helpers.hf_models import build
 from tests.helpers.oracle import check_close, copies
@@ -128,7 +128,7 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path, kind, settings):
     assert 2 < len(data) < 6  # rows with several pairs, and not all with as many
     batch = rows(data, range(len(data)))
     with torch.no_grad():
-        batch["reference"] = reply_sums(LogProbs().loss(our_reference, batch), batch)
+        batch["reference"] = reply_sums(label_log_probs(our_reference, batch), batch)
     objective = Preferences(settings)
     assert objective.count(batch) == len(pairs)
     loss = objective.loss(ours.requires_grad_(True), batch) / len(pairs)

@@ -9,6 +9,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
+from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import to_local
 from minitrain.run.config import load as configs
 from minitrain.run.launch.failures import explain
@@ -165,3 +166,35 @@ def test_a_compiler_that_is_missing_is_one_line():
         )
         == expected
     )
+
+
+class Lion(torch.optim.Optimizer):
+    """Of one's own (Chen et al. 2023): one state as the parameter, a scalar, and a word."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 1e-4})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {
+                        "momentum": torch.zeros_like(parameter),
+                        "step": torch.zeros(()),
+                        "kind": "lion",
+                    }
+                state["momentum"].lerp_(parameter.grad, 0.01)
+
+
+def test_an_optimizer_of_ones_own_is_asked_for_its_states(monkeypatch):
+    config = configs.from_dict({"model": "llama3.1-8b"})
+    model = empty_model(config.model.config)
+    numbers = sum(p.numel() for p in model.parameters())
+    assert footprint.footprint(model, config)["optimizer states"] == 8 * numbers
+    monkeypatch.setattr(footprint, "make_optimizer", lambda model, optim: Lion(model))
+    sizes = footprint.footprint(model, config)
+    assert sizes["optimizer states"] == sizes["weights"] == 4 * numbers
+    # 29.9 GiB
+    assert sizes["optimizer states"] // 2**20 == 30633

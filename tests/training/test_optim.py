@@ -191,12 +191,12 @@ def test_adamw_is_the_papers(monkeypatch, states, stochastic, at_once):
         groups = optimizer.param_groups
         optimizer = adamw.AdamW(
             groups,
-            {p: n for n, p in model.named_parameters()},
             torch.float32,
-            True,
             optim.lr,
             tuple(optim.betas),
             optim.eps,
+            stochastic=True,
+            names={p: n for n, p in model.named_parameters()},
         )
     assert type(optimizer) is adamw.AdamW
     before = [p.detach().clone() for p in model.parameters()]

@@ -60,7 +60,10 @@ def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]
 
 
 def comments(kind: type) -> dict[str, str]:
-    """Return the comments of a dataclass by field: those above it and behind it."""
+    """Return the comments of a dataclass by field: those above it and behind it.
+
+    One with an empty line after it is the heading of a group.
+    """
     found = {}
     notes = []
     for line in inspect.getsource(kind).splitlines():
@@ -68,6 +71,6 @@ def comments(kind: type) -> dict[str, str]:
         notes.append(text)
         if field := re.match(r"    (\w+): ", code):
             found[field[1]] = " ".join(filter(None, notes))
-        if code.strip():
+        if code.strip() or not line.strip():
             notes = []
     return found

@@ -4,11 +4,9 @@ import math
 
 from minitrain.errors import Faults, InputError, refuse
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.parallel.pipeline_split import pipeline_needs
+from minitrain.parallel.pipeline_split import SCHEDULES, pipeline_needs
 from minitrain.run.config.environment import world_size
 from minitrain.settings import Config
-
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def context_faults(config: Config) -> Faults:
@@ -103,18 +101,19 @@ def pipeline_faults(config: Config) -> Faults:
         wrong = p.vp > 1 or p.layers_per_stage or p.head_layers > 1
         yield wrong, f"parallel.{given} need parallel.pp above 1 (use 1, null and 1)"
         return
+    schedule = SCHEDULES[p.schedule]
     yield (
-        p.schedule in ("GPipe", "1F1B") and p.vp > 1,
+        schedule.stages == 1 and p.vp > 1,
         f"parallel.schedule={p.schedule} has one stage per rank, not vp={p.vp} "
         f"(use vp=1, or Interleaved1F1B, LoopedBFS or InterleavedZeroBubble)",
     )
     yield (
-        p.schedule in ("ZBVZeroBubble", "DualPipeV") and p.vp != 2,
+        schedule.stages == 2 and p.vp != 2,
         f"parallel.schedule={p.schedule} has two stages per rank, not vp={p.vp} (use vp=2)",
     )
     twice = config.compile or config.precision == "fp8" or config.recompute != "none"
     yield (
-        p.schedule in SPLIT_BACKWARD and twice,
+        schedule.splits_backward and twice,
         f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true or precision=fp8 "
         f"all of it would run twice, with recompute={config.recompute} a block's forward once per weight (use "
         f"compile=false, bf16 and recompute=none, or Interleaved1F1B)",

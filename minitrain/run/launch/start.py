@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterable
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -141,7 +140,7 @@ def meshes_of(config: Config, device_type: str) -> Meshes:
 
 def make_trainer(config: Config, meshes: Meshes) -> Trainer:
     """Return a Trainer with the weights of `model.path` and `lora.path`, where there are such."""
-    return Trainer(config, meshes, fill=partial(fill_weights, config))
+    return Trainer(config, meshes, fill=fill_weights)
 
 
 def fill_weights(config: Config, model: Module) -> None:

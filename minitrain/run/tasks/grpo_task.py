@@ -105,7 +105,7 @@ class Run:
         if rank in training:
             if folder is not None:
                 self.checkpointer = self.new_checkpointer("checkpoints", config.checkpoint.keep)
-            self.policy = PolicyTrainer(config, meshes, self.phase, partial(fill_weights, config))
+            self.policy = PolicyTrainer(config, meshes, self.phase, fill_weights)
         # ranks that only sample must not time out while trainers load weights from disk
         wait_for_all()
         model, self.weight_sync = self.connect(meshes.batch.device_type, rank in sampling)

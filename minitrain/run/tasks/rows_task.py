@@ -26,7 +26,6 @@ from minitrain.run.tasks.exports import check_free_of_others, export, with_ids_o
 from minitrain.run.tasks.grpo_task import Run
 from minitrain.run.tasks.task import run_task
 from minitrain.settings import Config
-from minitrain.training.dpo import add_reference
 from minitrain.training.ema import averaged_weights, check_averages
 from minitrain.training.loop import is_due, training_steps
 
@@ -75,11 +74,10 @@ class RowsTask:
         )
         self.wait = self.checkpointer.wait
         self.trainer = make_trainer(config, meshes)
-        if config.task == "dpo":
-            # before a checkpoint is read
-            add_reference(self.trainer, self.data, config.steps)
-            if config.validation.every:
-                add_reference(self.trainer, self.held_out, config.validation.batches)
+        # before a checkpoint is read
+        self.trainer.prepare(self.data, config.steps)
+        if config.validation.every:
+            self.trainer.prepare(self.held_out, config.validation.batches)
         self.averaged = partial(averaged_weights, self.trainer.model, self.trainer.optimizer)
         # one rank writes what all draw
         self.draw = partial(draw_shapes, self.trainer.model, write=dist.get_rank() == 0)
