@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from minitrain.data.video.shapes import (
+from minitrain.examples.shapes import (
     COLOURS,
     DIRECTIONS,
     SPEED,

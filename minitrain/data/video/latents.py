@@ -38,8 +38,8 @@ from minitrain.data.files import find_files
 from minitrain.data.records import Skips
 from minitrain.data.text.text_rows import Row, split_off
 from minitrain.data.text.token_files import check_unchanged, stamp_of
-from minitrain.data.video.shapes import ShapesWorld
 from minitrain.errors import InputError, located
+from minitrain.examples.shapes import ShapesWorld
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
 from minitrain.hashing import nth, shuffled
 from minitrain.models.wan_config import WanConfig

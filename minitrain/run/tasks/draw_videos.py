@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minitrain.data.video import shapes
 from minitrain.data.video.latents import check_shapes, model_shapes
 from minitrain.errors import InputError, located
+from minitrain.examples import shapes
 from minitrain.models.wan import Wan
 from minitrain.rollout.flow_sampling import SAMPLERS, guided, sigma_schedule
 
