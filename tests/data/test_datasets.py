@@ -35,7 +35,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from minitrain.data.files import find_files
-from minitrain.data.text.text_rows import hold_out, open_data
+from minitrain.data.held_out import hold_out
+from minitrain.data.text.text_rows import open_data
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.formats.magic import kind_of_tokens

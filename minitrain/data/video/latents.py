@@ -34,10 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.data.files import find_files
+from minitrain.data.files import check_unchanged, find_files, stamp_of
+from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips
-from minitrain.data.text.text_rows import Row, split_off
-from minitrain.data.text.token_files import check_unchanged, stamp_of
 from minitrain.errors import InputError, located
 from minitrain.examples.shapes import ShapesWorld
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
@@ -53,6 +52,7 @@ DIFFUSERS_TEXT = 512
 # of CLIP's features of one image
 IMAGE_TOKENS = 257
 
+Row = dict[str, Tensor]
 # by name; "tokens" where any number will do
 Shapes = dict[str, tuple[int | str, ...]]
 
