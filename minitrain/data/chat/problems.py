@@ -12,8 +12,6 @@ Which problems a step takes is a pure function of the seed and the step.
 import json
 from collections.abc import Sequence
 
-import numpy as np
-
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
     LEARNED_LINE,
@@ -36,6 +34,7 @@ from minitrain.data.files import find_files, held_out_apart
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Number, Skips, read_records
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
+from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located
 from minitrain.grpo.batches import Problem
 from minitrain.hashing import nth
@@ -96,7 +95,8 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     if made_up:
         digits = config.grpo.mock_digits
         with located(f"grpo.mock_digits={digits}"):
-            problems = [encode_problem(*made, template, tokenizer) for made in reversals(digits)]
+            made = load_toy("reversal")(digits)
+            problems = [encode_problem(*each, template, tokenizer) for each in made]
             check_length(problems[0], config)
     else:
         problems = list(read_records(find_files(data), read, skips))
@@ -227,16 +227,3 @@ def usual_name(row: dict, names: Sequence[str], what: str) -> str:
         known = ", ".join(names)
         raise InputError(f"no {what} (one of {known}; or name its key by grpo.{what}_key)")
     return found
-
-
-# -------------------------------------------------------------------------------------------------------------- made up
-
-
-def reversals(digits: int) -> list[tuple[Chat, str, dict]]:
-    """Return up to 4,000 different strings of digits to be reversed, always the same ones."""
-    count = min(4000, 10**digits)
-    draws = np.random.default_rng(digits).integers(10, size=(4 * count, digits))
-    texts = dict.fromkeys("".join(map(str, draw)) for draw in draws.tolist())
-    return [
-        ([Message("user", text)], text[::-1], {"prompt": text}) for text in list(texts)[:count]
-    ]
