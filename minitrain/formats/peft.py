@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError, located
-from minitrain.formats.hf import Owned, load_pretrained
+from minitrain.formats.hf import load_pretrained
 from minitrain.formats.json_files import read_from_folder, write_json
 from minitrain.formats.magic import ADAPTER_CONFIG, library_of
 from minitrain.formats.peft_names import (
@@ -36,9 +36,15 @@ from minitrain.formats.peft_names import (
     peft_name,
     to_peft,
 )
-from minitrain.formats.tensor_files import FLOATS, open_tensors, write_tensors
+from minitrain.formats.tensor_files import (
+    FLOATS,
+    StoredTensor,
+    check_stored,
+    open_tensors,
+    stored_tensors,
+    write_tensors,
+)
 from minitrain.formats.wan_names import adapter_place, original_name
-from minitrain.formats.weight_files import StoredTensor, check_stored, stored_tensors
 from minitrain.models.lora import (
     add_adapters,
     check_targets,
@@ -49,7 +55,7 @@ from minitrain.models.lora import (
 )
 from minitrain.models.wan_config import WanConfig
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.shards import all_slices
+from minitrain.parallel.shards import local_shard
 from minitrain.settings import LARGEST_ALPHA, LARGEST_RANK, Lora
 
 # keys of adapter_config.json
@@ -236,7 +242,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
     lora = read_adapter_config(path)
     stored = _read_tensors(model.config, lora, Path(path))
     add_adapters(model, lora)
-    _fill(model, stored, all_slices)
+    _fill(model, stored)
 
 
 def load_merged(
@@ -250,16 +256,16 @@ def load_merged(
     return model
 
 
-def fill_adapters(model: nn.Module, lora: Lora, path: str | Path, owned: Owned) -> None:
-    """Read adapters that the model has already. owned: see `load_weights`."""
-    _fill(model, _read_tensors(model.config, lora, Path(path)), owned)
+def fill_adapters(model: nn.Module, lora: Lora, path: str | Path) -> None:
+    """Read adapters that the model, sharded or not, has already."""
+    _fill(model, _read_tensors(model.config, lora, Path(path)))
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Owned) -> None:
+def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            part, slices = owned(parameter)
+            part, slices = local_shard(parameter)
             part.copy_(stored[name][slices])
 
 
