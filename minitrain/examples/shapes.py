@@ -174,7 +174,7 @@ class ShapesWorld:
         return F.pixel_unshuffle(videos.movedim(-1, 2), PATCH).movedim(2, -1)
 
 
-# ------------------------------------------------------------------------------------------------------------ pictures
+# --- pictures
 
 
 def write_sheet(path: str | Path, videos: Tensor, captions: list[str]) -> None:

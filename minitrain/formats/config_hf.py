@@ -77,8 +77,7 @@ def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
             return config_from_own(raw)
         family = FAMILIES[name]
         raw = family.defaults(raw)
-        renamed = {ours: raw[key] for key, ours in family.aliases.items() if key in raw}
-        raw = renamed | raw
+        raw = {ours: raw[key] for key, ours in family.aliases.items() if key in raw} | raw
         _refuse_unsupported(raw, family)
         return _read_fields(raw, name, family)
 
@@ -254,7 +253,7 @@ def _partial_rotary(rope: dict, family: Family) -> float:
     return factor
 
 
-# ----------------------------------------------------------------------------------------------------------------- out
+# --- out
 
 
 def check_family(config: DecoderConfig) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from minitrain.formats import deepseek_v3, gpt2, nemotron_h
-from minitrain.models.decoder_config import LATENT, DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig
 
 EPS_KEYS = {
     "rmsnorm": "rms_norm_eps",
@@ -163,11 +163,11 @@ FAMILIES = {
             topk_method="noaux_tc",
         ),
         fields=_keys(
-            "num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group topk_group",
+            "num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group topk_group"
+            " kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+            " routed_scaling_factor",
             num_experts="n_routed_experts",
-        )
-        | dict(zip(LATENT, LATENT, strict=True))
-        | _keys("routed_scaling_factor"),
+        ),
         fixed=dict(scoring_func="sigmoid"),
         quantized="fp8",
         norm_topk=True,

@@ -2,9 +2,9 @@
 
 Most of our parameter names are theirs; layouts_hf.py knows the others, stacked experts and
 quantized weights. First every name and shape is checked against the files' headers. Then one tensor
-at a time is copied from the mapped file into the model, or only the slices that this process owns:
-those of its shards. Writing is the mirror image: tensors come from an iterator and
-leave memory shard by shard. Left out: tokenizers.
+at a time is copied from the mapped file into the model: of a sharded one only the slices that this
+process has. Writing is the mirror image: tensors come from an iterator and leave memory shard by
+shard. Left out: tokenizers.
 """
 
 import os
@@ -122,7 +122,7 @@ def save_pretrained(
     save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names)
 
 
-# ---------------------------------------------------------------------------------------------------------- weights, in
+# --- weights, in
 
 
 class Weights(NamedTuple):
@@ -243,7 +243,7 @@ def _stored_dtype(path: Path, weights: Weights) -> torch.dtype:
     return known[name]
 
 
-# ----------------------------------------------------------------------------------------------------------------- out
+# --- out
 
 
 def save_tensors(

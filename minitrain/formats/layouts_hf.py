@@ -152,7 +152,7 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
 
 
 def is_ignored(key: str, config: Config) -> bool:
-    """Return whether a stored tensor has no place here, and needs none.
+    """Return True if a stored tensor has no place here, and needs none.
 
     Besides those that its family names, these are old tables of rotary embeddings, and a tied head.
     And a norm of Wan's image to video that has nothing to do, in diffusers either.
@@ -169,7 +169,7 @@ def is_ignored(key: str, config: Config) -> bool:
     return any(re.fullmatch(pattern, key) for pattern in patterns)
 
 
-# ------------------------------------------------------------------------------------------------------ single pieces
+# --- single pieces
 
 
 def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:

@@ -96,6 +96,6 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size, config: Config) -> T
 
 
 def _is_separated(name: str, config: Config) -> bool:
-    """Return whether all gate rows come first, then all up rows: in all but GPT-OSS."""
+    """Return True if all gate rows come first, then all up rows: in all but GPT-OSS."""
     family = FAMILIES.get(config.family, PLAIN)
     return not family.stacked and "gate_up_proj" in name

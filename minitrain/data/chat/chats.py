@@ -94,7 +94,7 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
     return sample.tokens[: start + 1].tolist(), sample.labels[start:].tolist()
 
 
-# ------------------------------------------------------------------------------------------------------ lines of files
+# --- lines of files
 
 # Keys of a line, by what they hold. Of several the first that holds something counts.
 CHATS = ("messages", "conversations")
@@ -292,7 +292,7 @@ def is_learned(record: dict, keys: Sequence[str]) -> bool:
 
 
 def masks(key: str, value: Any) -> bool:
-    """Return whether a key is about what is learned, and not empty."""
+    """Return True if a key is about what is learned, and not empty."""
     if key in MASKS:
         return bool(value)
     # snake_case or camelCase

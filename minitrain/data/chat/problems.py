@@ -164,7 +164,7 @@ def check_length(problem: Problem, config: Config) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------- JSON lines
+# --- JSON lines
 
 
 def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str]:

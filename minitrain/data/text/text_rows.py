@@ -57,7 +57,7 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple:
     return opened(data, seq_len, vocab_size, seed)
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows
+# --- rows
 
 
 @dataclass
@@ -162,7 +162,7 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------- documents
+# --- documents
 
 
 def read_documents(files: list[Path], field: str) -> Iterator[str]:
@@ -263,7 +263,7 @@ def check_filled(corpus: Corpus, data: Data, seq_len: int, what: str, skips: Ski
         raise InputError(f"{what} {size}{skips.aside}")
 
 
-# --------------------------------------------------------------------------------------------------------- token files
+# --- token files
 
 
 def _open_token_files(
