@@ -101,9 +101,10 @@ def save_pretrained(
 
     It has the model's own dtype. A Wan is for `diffusers.WanTransformer3DModel`, or, with
     `original_names`, for Wan's own code. An older checkpoint in the folder is replaced, with its
-    generation_config.json; other files (a tokenizer's) stay. Raises InputError for a config that
-    the family's architecture in transformers cannot express, for a model that is sharded or has
-    adapters, and for a folder that has some.
+    generation_config.json; other files (a tokenizer's) stay. A model of family `minitrain` is for
+    `load_pretrained` alone. Raises InputError for a config that another family's architecture in
+    transformers cannot express, for a model that is sharded or has adapters, and for a folder that
+    has some.
     """
     tensors = model.state_dict()
     if any(map(is_adapter, tensors)):

@@ -27,7 +27,7 @@ from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests.distributed.test_resharding import train as train_from
 from tests.helpers import oracle
-from tests.helpers.families import families, is_dense
+from tests.helpers.families import families, is_dense, is_rotary
 from tests.helpers.oracle import (
     Count,
     Results,
@@ -50,7 +50,7 @@ TREE = {
     "parallel": {"tp": 2},
 }
 DENSE = families(is_dense)
-FAMILIES = families(lambda config: is_dense(config) and config.position_embedding == "rotary")
+FAMILIES = families(is_rotary)
 GPT_OSS = {"name": "gpt-oss-20b-tiny"}
 DEEPSEEK = {"name": "deepseek-v3-tiny", "router_aux_loss_coef": 0.1, "seq_aux": True}
 HYBRID = {"name": "nemotron3-super-120b-a12b-tiny", "num_layers": 4}

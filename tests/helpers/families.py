@@ -16,6 +16,11 @@ def families(wanted: Callable[[DecoderConfig], bool] = lambda config: True) -> l
     return [name for name in first.values() if wanted(model_config(name))]
 
 
+def is_rotary(config: DecoderConfig) -> bool:
+    """Return True for a dense model that rotates keys: else the gradient of their biases is rounding alone."""
+    return is_dense(config) and config.position_embedding == "rotary"
+
+
 def is_dense(config: DecoderConfig) -> bool:
     """Return True if matrix products in fp64 are all that is compared: grouped ones and scans know none."""
     return not (config.num_experts or config.layer_pattern)
