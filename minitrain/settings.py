@@ -41,7 +41,7 @@ class Source:
 
 @dataclass
 class Data:
-    """The training data: see data/text/text_rows.py; for diffusion, data/video/latents.py and data/video/shapes.py."""
+    """The training data: see data/text/text_rows.py; for diffusion, data/video/latents.py and examples/shapes.py."""
 
     # mock: random tokens, for benchmarks; shapes: a toy world of videos
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"

@@ -29,6 +29,7 @@ from minitrain.run.launch.start import start
 from minitrain.settings import Rollout
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
+from tests.helpers.families import families
 from tests.rollout.test_compiled import compiling_batch
 from tests.rollout.test_engine import make, prompts_of, trainer_logprobs, uncached
 
@@ -49,20 +50,14 @@ TREE = {
     },  # decay would outweigh small gradients
 }
 PLAIN = {"precision": "fp32", "compile": False, "recompute": "none"}
-FAMILIES = [
-    "qwen3-30b-a3b",
-    "deepseek-v3",
-    "gpt-oss-20b",
-    "nemotron3-nano-30b-a3b",
-    "nemotron4-15b",
-    "gpt3-175b",
-]
+FAMILIES = [name.removesuffix("-tiny") for name in families()]
 
 
 def family(name: str, **changes) -> dict:
     """A twin with heads wide enough for the kernels."""
-    heads = {} if name == "deepseek-v3" else {"head_dim": 32}
-    if name == "gpt3-175b":
+    config = model_config(f"{name}-tiny")
+    heads = {} if config.kv_lora_rank else {"head_dim": 32}
+    if config.family == "gpt2":
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     return {"name": f"{name}-tiny", "vocab_size": 512, **heads, **changes}
 

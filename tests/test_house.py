@@ -25,6 +25,10 @@ ROOMS = (
     "grpo",
     "formats",
     "data",
+    "data/text",
+    "data/chat",
+    "data/video",
+    "data/datasets",
     "run",
     "run/config",
     "run/launch",
@@ -74,7 +78,11 @@ BUDGETS = {
     "rollout": 18_500,
     "grpo": 12_500,
     "formats": 15_500,
-    "data": 25_000,
+    "data": 6_000,
+    "data/text": 5_200,
+    "data/chat": 8_700,
+    "data/video": 3_000,
+    "data/datasets": 950,
     "run": 100,
     "run/config": 7_500,
     "run/launch": 5_500,
@@ -83,7 +91,7 @@ BUDGETS = {
     "run/tasks": 6_000,
     "bench": 15_800,
     "simulator": 20_000,
-    "examples": 1_800,
+    "examples": 3_600,
     "commands": 9_500,
     "generate": 60,
     "merge": 60,
@@ -96,9 +104,9 @@ FSTRING = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_E
 
 
 def room(file: Path) -> str:
-    if len(file.parts) == 2:
-        return file.stem
-    return "/".join(file.parts[1:-1]) if file.parts[1] == "run" else file.parts[1]
+    """Return the nearest room: a file, or a folder that it is in."""
+    path = file.with_suffix("").relative_to("minitrain")
+    return next(str(each) for each in (path, *path.parents) if str(each) in ROOMS)
 
 
 def imported(tree: ast.AST, everywhere: bool = True) -> set[Path]:

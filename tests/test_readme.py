@@ -83,6 +83,23 @@ def test_links_and_pictures_exist(file):
         assert (file.parent / target.split("#")[0]).exists(), target
 
 
+@pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
+def test_names_stand_in_the_files_that_it_says(file):
+    """`NAME` in [file](link), or several of them."""
+    said = re.findall(
+        r"((?:`\w+`(?:, | and )?)+) (?:in|of)\s\[[^]]*\]\(([\w./-]+)\)", TEXTS[file]
+    )
+    for named, target in said:
+        text = (file.parent / target).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", named):
+            assert re.search(rf"\b{name}\b", text), f"{name} is not in {target}"
+
+
+def test_the_place_of_families_is_said():
+    said = TEXTS[ROOT / "minitrain/models/README.md"]
+    assert "`FAMILIES` in [families.py]" in said and "`ZOO` and `tiny` in [zoo.py]" in said
+
+
 def test_every_folder_of_the_package_is_named():
     folders = {path.parent.name for path in (ROOT / "minitrain").glob("*/__init__.py")}
     assert folders - set(re.findall(r"\(minitrain/(\w+)\)", README)) <= {"examples"}

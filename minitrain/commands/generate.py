@@ -68,7 +68,7 @@ result is a safetensors file with `latents` [videos, channels, frames, height, w
 those of the training: the video autoencoder decodes them times its std, plus its mean. With
 --encoders, the download of a pipeline in diffusers' layout, the prompts are lines of text, and the
 result is an .mp4 file, or one for each line: name-1.mp4, name-2.mp4, ... `--prompts shapes` are
-those of the toy world (data/video/shapes.py): the result is a PNG, the same as a moving .apng, and a score.
+those of the toy world (examples/shapes.py): the result is a PNG, the same as a moving .apng, and a score.
 """
 
 

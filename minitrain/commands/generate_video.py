@@ -16,7 +16,7 @@ from minitrain.formats.tensor_files import write_tensors
 from minitrain.models.wan import Wan
 from minitrain.run.launch import cli
 from minitrain.run.launch.start import pick_device
-from minitrain.run.tasks.draw_videos import check_prompts, draw_shapes, generate
+from minitrain.run.tasks.draw_videos import check_prompts, draw_world, generate
 
 VIDEO_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -53,7 +53,7 @@ def run(options: Namespace) -> None:
         name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")
     }
     if options.prompts == "shapes":
-        print(draw_shapes(model, options.out, **way))
+        print(draw_world(model, "shapes", options.out, **way))
         print(f"next: open {out.with_suffix('.apng')} in a browser: they move")
         return
     if options.size is None:

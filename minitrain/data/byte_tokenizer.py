@@ -98,7 +98,7 @@ def byte_level_bpe() -> dict:
 
 
 def is_byte_tokenizer(tree: dict) -> bool:
-    """Return whether a tokenizer.json is ByteTokenizer's, perhaps saved again by another program."""
+    """Return True if a tokenizer.json is ByteTokenizer's, perhaps saved again by another program."""
     ours = byte_level_bpe()
     try:
         specials = sorted((token["id"], token["content"]) for token in tree["added_tokens"])

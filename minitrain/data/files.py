@@ -139,6 +139,19 @@ def _without_caches(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if json.dumps(name) in listed]
 
 
+def stamp_of(file: Path | int) -> tuple[int, int]:
+    """Return size and time of the last change of a file, or of an open one by its number."""
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> None:
+    if stamp_of(file) != stamp:
+        raise InputError(
+            f"{name} has changed since the run began: its rows are no longer those of the earlier steps"
+        )
+
+
 def has_tokenizer(config: Config) -> bool:
     """Return True if data.tokenizer made the run's tokens.
 

@@ -6,6 +6,7 @@ templates, which data/chat/chat_templates.py does, and training a vocabulary.
 """
 
 import shutil
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from minitrain.data.byte_tokenizer import (
 from minitrain.errors import InputError, hub_hint, refused
 from minitrain.formats.json_files import read_json
 
+# characters before a text that its first token can depend on
+LONGEST_TOKEN = 64
 # keys of an added token
 ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -247,6 +250,38 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
             f"tokenizer {str(name_or_path)!r} is not 'bytes', a tokenizer.json or a folder with one{hint}"
         )
     return file
+
+
+def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer `name`. Raises InputError if an id is not below the model's `vocab_size`.
+
+    Its pad may be, which is neither read nor predicted: a text that spells it is refused.
+    """
+    tokenizer = load_tokenizer(name)
+    beyond = {number for number in tokenizer.vocabulary() if number >= vocab_size}
+    if beyond == {tokenizer.named_id("pad")}:
+        tokenizer.below = vocab_size
+    elif beyond:
+        raise InputError(
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+        )
+    if not 0 <= (tokenizer.eos_id or 0) < vocab_size:
+        raise InputError(
+            f"data.tokenizer={name} has eos={tokenizer.eos_id}, outside model.vocab_size={vocab_size}"
+        )
+    return tokenizer
+
+
+def encode_after(before: str, text: str, encode: Callable[[str], Sequence]) -> Sequence:
+    """Return the tokens of `text`, where `before` precedes it.
+
+    Many vocabularies add a space at the start of a whole text. Where both share a token, the tokens
+    of `text` alone.
+    """
+    context = encode(before)
+    whole = encode(before + text)
+    start = len(context)
+    return whole[start:] if np.array_equal(whole[:start], context) else encode(text)
 
 
 def tokenizer_folder(model: str | Path, adapter: str | Path | None) -> str | Path:

@@ -1,1 +1,1 @@
-"""Toy worlds to try things on."""
+"""Toy worlds to try things on: sums as dialogues, digits to reverse, shapes that move."""

@@ -5,7 +5,6 @@ What the decoder would not compute exactly is refused by name.
 """
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,26 @@ from typing import Any
 import torch
 
 from minitrain.errors import InputError, located
-from minitrain.formats import gpt2, nemotron_h
-from minitrain.formats.families import ACTIVATIONS, EPS_KEYS, FAMILIES, MODEL_TYPES, SIZES, Family
+from minitrain.formats.config_own import (
+    KINDS,
+    config_from_own,
+    config_to_own,
+    read_token_ids,
+    read_value,
+)
+from minitrain.formats.families import (
+    ACTIVATIONS,
+    EPS_KEYS,
+    FAMILIES,
+    MODEL_TYPES,
+    OWN,
+    SIZES,
+    Family,
+)
 from minitrain.formats.json_files import read_number, read_switch, refuse_other_values
 from minitrain.models.decoder_config import ROPE_SCALINGS, YARN, DecoderConfig
 
 GENERATION = "generation_config.json"
-# infinity as Python's JSON writes it, and as transformers 5 does
-ENDLESS = (math.inf, {"__float__": "Infinity"})
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # fields of `DecoderConfig` that no config.json has
 TRAINING_ONLY = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}
@@ -62,22 +73,19 @@ def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
     """
     with located(file):
         name = _find_family(raw)
+        if name == OWN:
+            return config_from_own(raw)
         family = FAMILIES[name]
-        if name == "gpt2":
-            raw = gpt2.with_defaults(raw)
-        if name == "nemotron_h":
-            raw = nemotron_h.with_pattern(raw)
-        # transformers 5 has another name for the key of Qwen 3
-        if "num_experts" in family.sizes.values() and "num_local_experts" in raw:
-            raw = {"num_experts": raw["num_local_experts"]} | raw
+        raw = family.defaults(raw)
+        raw = {ours: raw[key] for key, ours in family.aliases.items() if key in raw} | raw
         _refuse_unsupported(raw, family)
         return _read_fields(raw, name, family)
 
 
 def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
     rope = _read_rope(raw, family)
-    keys = {ours: family.key(theirs) for ours, theirs in (SIZES | family.sizes).items()}
-    fields = {ours: read_number(raw, key) for ours, key in keys.items()}
+    keys = {ours: family.key(theirs) for ours, theirs in (SIZES | family.fields).items()}
+    fields = {ours: read_value(raw, key, KINDS[ours]) for ours, key in keys.items()}
     keys |= family.keys | {"norm_eps": family.key(EPS_KEYS[family.field("norm")])}
     heads = fields["num_attention_heads"]
     norm_topk = family.norm_topk is None or read_switch(raw, "norm_topk_prob", family.norm_topk)
@@ -91,53 +99,19 @@ def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
         tie_word_embeddings=family.can_tie and read_switch(raw, "tie_word_embeddings"),
         norm_topk_prob=norm_topk,
         initializer_range=read_number(raw, "initializer_range", float, 0.02),
-        bos_token_id=_token_ids(raw, "bos_token_id"),
-        eos_token_id=_token_ids(raw, "eos_token_id"),
+        bos_token_id=read_token_ids(raw, "bos_token_id"),
+        eos_token_id=read_token_ids(raw, "eos_token_id"),
     )
-    if name == "deepseek_v3":
-        shared = read_number(raw, "n_shared_experts") * fields["moe_intermediate_size"]
-        fields |= dict(
-            head_dim=fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"],
-            shared_expert_intermediate_size=shared,
-            routed_scaling_factor=read_number(raw, "routed_scaling_factor", float),
-        )
-    if name == "nemotron_h":
-        fields |= dict(
-            layer_pattern=raw["hybrid_override_pattern"],
-            moe_latent_size=read_number(raw, "moe_latent_size", default=0),
-            routed_scaling_factor=read_number(raw, "routed_scaling_factor", float, 1.0),
-            time_step_min=_least_dt(raw),
-        )
+    fields |= family.read(raw)
     try:
         config = DecoderConfig(family=name, **fields, **family.fixed)
     # its message names our fields: name the keys of config.json instead
     except InputError as error:
         told = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda m: keys.get(m[1], m[1]), str(error))
         raise InputError(told) from None
-    written = (_settings(config, torch.float32).keys() | NOT_KEPT) - {*gpt2.DROPOUTS}
+    written = (_settings(config, torch.float32).keys() | NOT_KEPT) - {*family.noise}
     extra = {key: raw[key] for key in raw if key not in written and not key.startswith("_")}
     return dataclasses.replace(config, extra_config=extra)
-
-
-def _least_dt(raw: dict) -> float:
-    """Return the lower bound of dt. Raises InputError for an upper bound.
-
-    In NVIDIA's code, which trained the published models, it is that of `time_step_limit`;
-    `time_step_min` is a setting of the initialization alone. transformers 5.24 bounds dt by
-    `time_step_min` all the same (its pull request 48989). For Nemotron 3 Nano and Super that costs
-    1 to 6 % of perplexity, says mlx-lm's 1026. A file that transformers wrote itself, with its own
-    names of layers, computes as it does there.
-    """
-    if "linear_attention" in (raw.get("layers_block_type") or []):
-        # an older name, which outranks the newer
-        key = "mamba_dt_min" if "mamba_dt_min" in raw else "time_step_min"
-        least = read_number(raw, key, float, 0.001)
-        return 0.0 if least == nemotron_h.LEAST_DT else least
-    key = "mamba_dt_limit" if "mamba_dt_limit" in raw else "time_step_limit"
-    limit = raw.get(key, [0.0, math.inf])
-    if not isinstance(limit, list) or len(limit) != 2 or limit[1] not in ENDLESS:
-        raise InputError(f"{key}={limit!r} is not supported (must be [a number, Infinity])")
-    return read_number({key: limit[0]}, key, float)
 
 
 def not_trained_with(config: DecoderConfig) -> list[str]:
@@ -178,7 +152,7 @@ def _find_family(raw: dict) -> str:
     Raises InputError if the two contradict each other.
     """
     key = "architectures"
-    known = {family.architecture: name for name, family in FAMILIES.items()}
+    known = {each.architecture: name for name, each in FAMILIES.items() if name != OWN}
     if not raw.get(key):
         key = "model_type"
         known = {name: name for name in FAMILIES}
@@ -201,7 +175,7 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
     given = raw.get("layer_types") or []
     given = given if isinstance(given, list) else [given]
     kinds = ["full_attention"]
-    if "sliding_window" in family.sizes:
+    if "sliding_window" in family.fields:
         kinds = ["sliding_attention", *kinds]
     if any(kind != kinds[i % len(kinds)] for i, kind in enumerate(given)):
         raise InputError(f"layer_types other than {', '.join(kinds)} in turn are not supported")
@@ -279,15 +253,32 @@ def _partial_rotary(rope: dict, family: Family) -> float:
     return factor
 
 
-def _token_ids(raw: dict, key: str) -> int | list[int] | None:
-    value = raw.get(key)
-    for token in value if isinstance(value, list) else [value]:
-        if isinstance(token, bool) or not isinstance(token, int | None):
-            raise InputError(f"{key}={value!r} must be a token id or a list of them")
-    return value
+# --- out
 
 
-# ----------------------------------------------------------------------------------------------------------------- out
+def check_family(config: DecoderConfig) -> None:
+    """Raise InputError for a family that is not known here."""
+    if config.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise InputError(f"model.family={config.family!r} cannot be saved (known: {known})")
+
+
+def exportable(config: DecoderConfig) -> DecoderConfig:
+    """Return the config, of family OWN if no config.json of transformers describes its model."""
+    return dataclasses.replace(config, family=OWN) if export_fault(config) else config
+
+
+def export_fault(config: DecoderConfig) -> str:
+    """Return why a model can be saved for minitrain alone; empty for one that transformers knows.
+
+    And for one of family OWN, which was chosen.
+    """
+    if config.family != OWN:
+        try:
+            check_exportable(config)
+        except InputError as error:
+            return str(error)
+    return ""
 
 
 def check_exportable(config: DecoderConfig) -> None:
@@ -295,16 +286,11 @@ def check_exportable(config: DecoderConfig) -> None:
 
     The test: written and read again, it is the same model.
     """
-    family = FAMILIES.get(config.family)
-    if family is None:
-        known = ", ".join(FAMILIES)
-        raise InputError(f"model.family={config.family!r} cannot be saved (known: {known})")
+    check_family(config)
+    family = FAMILIES[config.family]
     target = f"cannot be saved as {family.architecture}"
-    needed = ["num_experts", "sliding_window", "kv_lora_rank"]
-    if config.family == "nemotron_h":
-        needed = ["shared_expert_intermediate_size"] if "E" in config.layer_pattern else []
-    for key in needed:
-        if key in family.sizes and not getattr(config, key):
+    for key in family.needed(config):
+        if key in family.fields and not getattr(config, key):
             raise InputError(f"model.{key}=0 {target} (must be at least 1)")
     if family.heads_divide and config.hidden_size % config.num_attention_heads:
         raise InputError(
@@ -325,6 +311,11 @@ def check_exportable(config: DecoderConfig) -> None:
             raise InputError(f"model.{field.name}={given!r} {target} (must be {value!r})")
 
 
+def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict:
+    """Return config.json of any config, as `config_to_hf`, or our own fields if its family is OWN."""
+    return config_to_own(config, dtype) if config.family == OWN else config_to_hf(config, dtype)
+
+
 def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
     """Return config.json in the spelling of transformers 4, which 5 reads too.
 
@@ -341,7 +332,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         optional["partial_rotary_factor"] = config.partial_rotary_factor
     if family.norm_topk is not None:
         optional["norm_topk_prob"] = config.norm_topk_prob
-    if "sliding_window" in family.sizes:
+    if "sliding_window" in family.fields:
         kinds = ("full_attention", "sliding_attention")
         layers = range(config.num_layers)
         optional["layer_types"] = [kinds[config.windowed(layer)] for layer in layers]
@@ -350,7 +341,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     settings = dict(
         architectures=[family.architecture],
         model_type=config.family,
-        **{theirs: getattr(config, ours) for ours, theirs in (family.sizes | SIZES).items()},
+        **{theirs: getattr(config, ours) for ours, theirs in (family.fields | SIZES).items()},
         num_key_value_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         hidden_act=ACTIVATIONS[family.field("mlp")],
@@ -365,21 +356,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         eos_token_id=config.eos_token_id,
         torch_dtype=str(dtype).removeprefix("torch."),
     )
-    if config.family == "deepseek_v3":
-        settings |= dict(
-            # in transformers this key is the number of rotated channels
-            head_dim=config.qk_rope_head_dim,
-            n_shared_experts=config.shared_expert_intermediate_size
-            // config.moe_intermediate_size,
-            routed_scaling_factor=config.routed_scaling_factor,
-        )
     if config.position_embedding != "rotary":
         del settings["rope_theta"], settings["rope_scaling"]
-    if config.family == "nemotron_h":
-        settings |= nemotron_h.own_settings(config)
-    if config.family == "gpt2":
-        # GPT-2 lacks these two keys. Its files also have n_ctx, which llama.cpp reads.
-        del settings["num_key_value_heads"], settings["head_dim"]
-        settings["n_ctx"] = config.max_position_embeddings
-        settings |= dict.fromkeys(gpt2.DROPOUTS, 0.0)
+    settings = family.write(config, settings)
     return {family.key(key): value for key, value in settings.items()} | config.extra_config

@@ -1,9 +1,11 @@
 """The architectures of Hugging Face that the decoder computes, and what each name fixes."""
 
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from minitrain.formats import gpt2, nemotron_h
-from minitrain.models.decoder_config import LATENT, DecoderConfig
+from minitrain.formats import deepseek_v3, gpt2, nemotron_h
+from minitrain.models.decoder_config import DecoderConfig
 
 EPS_KEYS = {
     "rmsnorm": "rms_norm_eps",
@@ -20,6 +22,8 @@ def _keys(same: str, **other: str) -> dict[str, str]:
     return {name: name for name in same.split()} | other
 
 
+# the family of models that transformers does not know
+OWN = "minitrain"
 # of every family
 SIZES = _keys(
     "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings",
@@ -28,11 +32,15 @@ SIZES = _keys(
 
 
 class Family(NamedTuple):
-    """An architecture, as config.json names it.
+    """An architecture, as config.json and the tensors' names have it.
+
+    Of config.json:
 
     values: the only values of keys that the decoder computes; the keys may be missing.
-    sizes: further whole numbers, our field -> key.
+    fields: further fields of `DecoderConfig` -> keys. The field's annotation says what is read: int,
+        float, bool or str.
     keys: the family's own names of keys that most families share, theirs -> its own.
+    aliases: other names of keys -> those that are read.
     fixed: fields of `DecoderConfig` that differ from the defaults.
     quantized: the quant_method that is read.
     rope_theta: where config.json has none. rope: other rotary settings where it has no such object.
@@ -42,12 +50,30 @@ class Family(NamedTuple):
     partial_rotary: the factor where config.json has none. None: only 1 is possible.
     noise: keys of config.json that transformers heeds in training alone.
     balances: transformers' loss can have a term that balances experts (output_router_logits).
+
+    What no table can say, in functions, mostly of a file of the family's own:
+
+    defaults(raw): config.json in the one spelling that is read, with what stands for missing keys.
+    read(raw): fields that are not the value of one key. Raises InputError.
+    write(config, settings): config.json for a config. settings: all the others, by most families'
+        names of keys.
+    needed(config): fields that must not be 0.
+
+    Of tensors:
+
+    renamed: parts of our names -> theirs, all replaced at once.
+    also_ours: parts of our names that a file may hold as they are, too.
+    expert_matrices: our names of an expert's matrices -> theirs, where each has a tensor.
+    stacked: experts are stored as stacks, transposed, the rows of gate and up in turn as here.
+    ignored: pattern of stored tensors without a place here.
+    further_layers: layers after the last are stored, for multi-token prediction.
     """
 
     architecture: str
     values: dict = {}  # noqa: RUF012
-    sizes: dict = {}  # noqa: RUF012
+    fields: dict = {}  # noqa: RUF012
     keys: dict = {}  # noqa: RUF012
+    aliases: dict = {}  # noqa: RUF012
     fixed: dict = {}  # noqa: RUF012
     quantized: str | None = None
     rope_theta: float = 10000.0
@@ -58,6 +84,20 @@ class Family(NamedTuple):
     partial_rotary: float | None = None
     noise: tuple = ("attention_dropout",)
     balances: bool = False
+    defaults: Callable[[dict], dict] = lambda raw: raw
+    read: Callable[[dict], dict] = lambda raw: {}
+    write: Callable[[DecoderConfig, dict], dict] = lambda config, settings: settings
+    needed: Callable[[DecoderConfig], tuple] = lambda config: (
+        "num_experts",
+        "sliding_window",
+        "kv_lora_rank",
+    )
+    renamed: dict | Callable[[str], str] = {}  # noqa: RUF012
+    also_ours: tuple = ()
+    expert_matrices: dict = {}  # noqa: RUF012
+    stacked: bool = False
+    ignored: str = ""
+    further_layers: bool = False
 
     def field(self, name: str) -> Any:
         """Return a field of `DecoderConfig` as the family fixes it, or the default."""
@@ -67,7 +107,16 @@ class Family(NamedTuple):
         """Return the family's own name of a key that most families call `name`."""
         return self.keys.get(name, name)
 
+    def stored_name(self, name: str) -> str:
+        """Return the hub's name of our parameter. For stacked experts see layouts_hf.py."""
+        if callable(self.renamed):
+            return self.renamed(name)
+        parts = "|".join(re.escape(part) for part in sorted(self.renamed, key=len, reverse=True))
+        return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
 
+
+# config.json and tensors as here
+PLAIN = Family("")
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
 QWEN3 = dict(attention_bias=False, use_sliding_window=False)
 
@@ -83,11 +132,15 @@ FAMILIES = {
         rope_theta=1e6,
         noise=("attention_dropout", "router_jitter_noise"),
         balances=True,
-        sizes=_keys(
+        fields=_keys(
             "num_experts_per_tok",
             num_experts="num_local_experts",
             moe_intermediate_size="intermediate_size",
         ),
+        renamed={".mlp.": ".block_sparse_moe."},
+        # transformers 5 writes the router so, in files with stacks of experts
+        also_ours=(".mlp.gate.",),
+        expert_matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -96,7 +149,9 @@ FAMILIES = {
         quantized="fp8",
         norm_topk=False,
         balances=True,
-        sizes=_keys("num_experts num_experts_per_tok moe_intermediate_size"),
+        fields=_keys("num_experts num_experts_per_tok moe_intermediate_size"),
+        # of transformers 5
+        aliases={"num_local_experts": "num_experts"},
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -107,19 +162,23 @@ FAMILIES = {
             scoring_func="sigmoid",
             topk_method="noaux_tc",
         ),
-        sizes=_keys(
-            "num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group topk_group",
+        fields=_keys(
+            "num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group topk_group"
+            " kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+            " routed_scaling_factor",
             num_experts="n_routed_experts",
-        )
-        | dict(zip(LATENT, LATENT, strict=True)),
+        ),
         fixed=dict(scoring_func="sigmoid"),
         quantized="fp8",
         norm_topk=True,
+        read=deepseek_v3.read,
+        write=deepseek_v3.write,
+        further_layers=True,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         dict(attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702),
-        sizes=_keys(
+        fields=_keys(
             "num_experts_per_tok sliding_window",
             num_experts="num_local_experts",
             moe_intermediate_size="intermediate_size",
@@ -138,6 +197,8 @@ FAMILIES = {
         ),
         quantized="mxfp4",
         balances=True,
+        renamed={".mlp.gate.": ".mlp.router."},
+        stacked=True,
     ),
     "nemotron": Family(
         "NemotronForCausalLM",
@@ -155,7 +216,7 @@ FAMILIES = {
             n_shared_experts=1,
             sliding_window=None,
         ),
-        sizes=_keys(
+        fields=_keys(
             "num_experts_per_tok moe_intermediate_size n_group topk_group"
             " mamba_num_heads mamba_head_dim ssm_state_size conv_kernel",
             num_experts="n_routed_experts",
@@ -172,6 +233,12 @@ FAMILIES = {
         ),
         norm_topk=True,
         can_tie=False,
+        defaults=nemotron_h.with_pattern,
+        read=nemotron_h.read,
+        write=nemotron_h.write,
+        needed=nemotron_h.needed,
+        renamed=nemotron_h.stored_name,
+        ignored=r"mtp\..*",
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -191,5 +258,11 @@ FAMILIES = {
         ),
         heads_divide=True,
         noise=gpt2.DROPOUTS,
+        defaults=gpt2.with_defaults,
+        write=gpt2.write,
+        # masks
+        ignored=r".*\.attn\.(masked_)?bias",
     ),
+    # of models that no architecture of transformers describes: config_own.py
+    OWN: PLAIN,
 }

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from minitrain.models.decoder_config import DecoderConfig
+
 # of config.json: Llama's key -> GPT-2's
 KEYS = {
     "hidden_size": "n_embd",
@@ -50,6 +52,16 @@ def with_defaults(raw: dict) -> dict:
     if raw.get("n_inner") is None and isinstance(raw.get("n_embd"), int):
         raw["n_inner"] = 4 * raw["n_embd"]
     return raw
+
+
+def write(config: DecoderConfig, settings: dict) -> dict:
+    """Return config.json without the two keys that GPT-2 lacks, and with its own.
+
+    llama.cpp reads n_ctx.
+    """
+    lacking = ("num_key_value_heads", "head_dim")
+    kept = {key: value for key, value in settings.items() if key not in lacking}
+    return kept | dict(n_ctx=config.max_position_embeddings) | dict.fromkeys(DROPOUTS, 0.0)
 
 
 def full_name(key: str) -> str:

@@ -2,9 +2,9 @@
 
 Most of our parameter names are theirs; layouts_hf.py knows the others, stacked experts and
 quantized weights. First every name and shape is checked against the files' headers. Then one tensor
-at a time is copied from the mapped file into the model, or only the slices that this process owns:
-the caller's `owned` tells them. Writing is the mirror image: tensors come from an iterator and
-leave memory shard by shard. Left out: tokenizers.
+at a time is copied from the mapped file into the model: of a sharded one only the slices that this
+process has. Writing is the mirror image: tensors come from an iterator and leave memory shard by
+shard. Left out: tokenizers.
 """
 
 import os
@@ -20,31 +20,38 @@ from torch import Tensor
 
 from minitrain.errors import InputError, refused
 from minitrain.formats import gpt2, wan_names
-from minitrain.formats.config_hf import GENERATION, config_from_hf, config_to_hf
+from minitrain.formats.config_hf import (
+    GENERATION,
+    check_exportable,
+    config_from_hf,
+    config_to_json,
+    exportable,
+)
+from minitrain.formats.families import FAMILIES, OWN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
-from minitrain.formats.layouts_hf import Config, Piece, is_ignored, pieces, stored_name, to_stored
+from minitrain.formats.layouts_hf import Config, Piece, is_ignored, pieces, to_stored
 from minitrain.formats.magic import ADAPTER_CONFIG
-from minitrain.formats.tensor_files import DTYPES, open_tensors, write_tensors
-from minitrain.formats.weight_files import (
+from minitrain.formats.tensor_files import (
+    DTYPES,
     STEMS,
     StoredTensor,
     check_stored,
+    open_tensors,
     single_and_index,
     stored_tensors,
     weight_files,
+    write_tensors,
 )
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.shards import Slices, all_slices
+from minitrain.parallel.shards import Slices, local_shard
 
 # the output head, which some files hold although it is tied to the embedding
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-# owned(tensor) -> this process's part of a full tensor, and its slices
-Owned = Callable[[Tensor], tuple[Tensor, Slices]]
 Model = Decoder | Wan
 Named = Iterable[tuple[str, Tensor]]
 
@@ -60,7 +67,7 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
     weights = find_weights(config, path)
     dtype = dtype or _stored_dtype(Path(path), weights)
     model = empty_model(config).to(dtype).to_empty(device=device or "cpu")
-    _read_into(model, weights, all_slices)
+    _read_into(model, weights)
     return model
 
 
@@ -94,9 +101,10 @@ def save_pretrained(
 
     It has the model's own dtype. A Wan is for `diffusers.WanTransformer3DModel`, or, with
     `original_names`, for Wan's own code. An older checkpoint in the folder is replaced, with its
-    generation_config.json; other files (a tokenizer's) stay. Raises InputError for a config that
-    the family's architecture in transformers cannot express, for a model that is sharded or has
-    adapters, and for a folder that has some.
+    generation_config.json; other files (a tokenizer's) stay. A model of family `minitrain` is for
+    `load_pretrained` alone. Raises InputError for a config that another family's architecture in
+    transformers cannot express, for a model that is sharded or has adapters, and for a folder that
+    has some.
     """
     tensors = model.state_dict()
     if any(map(is_adapter, tensors)):
@@ -109,11 +117,13 @@ def save_pretrained(
         )
     if original_names and not isinstance(model, Wan):
         raise InputError("original_names=True is for Wan models: others have one spelling")
+    if isinstance(model, Decoder) and model.config.family != OWN:
+        check_exportable(model.config)
     dtype = next(model.parameters()).dtype
     save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names)
 
 
-# ---------------------------------------------------------------------------------------------------------- weights, in
+# --- weights, in
 
 
 class Weights(NamedTuple):
@@ -160,25 +170,23 @@ def find_weights(config: Config, path: str | Path) -> Weights:
     return weights
 
 
-def load_weights(model: Model, path: str | Path, owned: Owned = all_slices) -> None:
+def load_weights(model: Model, path: str | Path) -> None:
     """Fill `model`, which must be materialized, from the safetensors of folder `path`.
 
-    Values are converted to its dtype. owned: called with each tensor of the model's state_dict, in
-    turn; one slice per dimension, with start and stop.
-    Memory: the owned part of one stored tensor at a time, beside the model. Raises InputError,
-    before anything is written, as `find_weights` does.
+    Values are converted to its dtype. Memory: this process's part of one stored tensor at a time,
+    beside the model. Raises InputError, before anything is written, as `find_weights` does.
     """
     # a pipeline stage also checks the other stages' tensors: all ranks fail together or none does
-    _read_into(model, find_weights(model.config, path), owned)
+    _read_into(model, find_weights(model.config, path))
 
 
 @torch.no_grad()
-def _read_into(model: Model, weights: Weights, owned: Owned) -> None:
+def _read_into(model: Model, weights: Weights) -> None:
     fetch = partial(_fetch, weights.stored)
     # parameters and buffers
     for name, tensor in model.state_dict().items():
         if not is_adapter(name):
-            local, slices = owned(tensor)
+            local, slices = local_shard(tensor)
             for piece in weights.sources[name]:
                 _fill(local, slices, piece, fetch)
 
@@ -236,7 +244,7 @@ def _stored_dtype(path: Path, weights: Weights) -> torch.dtype:
     return known[name]
 
 
-# ----------------------------------------------------------------------------------------------------------------- out
+# --- out
 
 
 def save_tensors(
@@ -265,11 +273,12 @@ def save_tensors(
         tensors = ((spell(name), x) for name, x in tensors)
     else:
         check_free_of_adapters(path)
-        files["config.json"] = config_to_hf(config, dtype)
+        config = exportable(config)
+        files["config.json"] = config_to_json(config, dtype)
         stem = STEMS[0]
         if config.generation_config:
             files[GENERATION] = config.generation_config
-        spell = partial(stored_name, family=config.family)
+        spell = FAMILIES[config.family].stored_name
         if config.family == "gpt2":
             tensors = gpt2.to_stored(tensors)
         else:

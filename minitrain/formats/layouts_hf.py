@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.formats import gpt2, nemotron_h
-from minitrain.formats.tensor_files import FLOATS
-from minitrain.formats.weight_files import StoredTensor
+from minitrain.formats import gpt2
+from minitrain.formats.families import FAMILIES, OWN, PLAIN, Family
+from minitrain.formats.tensor_files import FLOATS, StoredTensor
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
 from minitrain.models.wan_config import WanConfig
@@ -37,12 +37,6 @@ Fetch = Callable[[str, Slices], Tensor]
 Stored = dict[str, StoredTensor]
 Shape = tuple[int, ...]
 Config = DecoderConfig | WanConfig
-# of a part of every name: ours, the hub's
-RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe."), "gpt_oss": (".mlp.gate.", ".mlp.router.")}
-MIXTRAL_KEYS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-# stored tensors without a place here, beside old tables of rotary embeddings: masks, and layers of
-# multi-token prediction
-IGNORED = {"gpt2": r"|.*\.attn\.(masked_)?bias", "nemotron_h": r"|mtp\..*"}
 
 
 class Piece(NamedTuple):
@@ -64,22 +58,18 @@ def full(shape: Shape) -> Slices:
     return tuple(slice(0, n) for n in shape)
 
 
-def stored_name(name: str, family: str) -> str:
-    """Return the hub's name of our parameter. For stacked experts see `expert_key`."""
-    if family == "nemotron_h":
-        return nemotron_h.stored_name(name)
-    return name.replace(*RENAMED[family]) if family in RENAMED else name
-
-
 def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piece]:
     """Return the pieces that make up the parameter `name`."""
-    family = config.family
-    if family == "gpt2":
+    if config.family == "gpt2":
         return [gpt2_matrix(name, shape)]
+    if config.family == OWN:
+        return [stored_part(name, shape, full(shape))]
+    family = FAMILIES.get(config.family, PLAIN)
     prefix, _, last = name.rpartition(".experts.")
     if not prefix:
-        # our own name is also transformers 5's of Mixtral's router, in its files with stacks
-        key = name if name in stored else stored_name(name, family)
+        key = family.stored_name(name)
+        if name in stored and any(part in name for part in family.also_ours):
+            key = name
         if parts := mamba_parts(name, config):
             return [
                 stored_part(key, shape, (slice(ours, ours + n), *full(shape[1:])), (theirs,))
@@ -94,7 +84,7 @@ def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piec
         whole = (slice(expert, expert + 1), *full((rows, columns)))
         if name + "_blocks" in stored:
             found.append(mxfp4_expert(name, shape, whole))
-        elif family == "gpt_oss":
+        elif family.stacked:
             found.append(stored_part(name, shape, whole, (expert,), transposed=True))
         else:
             found += expert_pieces(name, shape, expert, family, stored)
@@ -102,7 +92,7 @@ def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piec
 
 
 def expert_pieces(
-    name: str, shape: Shape, expert: int, family: str, stored: Stored
+    name: str, shape: Shape, expert: int, family: Family, stored: Stored
 ) -> Iterator[Piece]:
     """Yield the pieces of one expert in a stack: gate's rows and up's take turns in ours.
 
@@ -132,25 +122,27 @@ def expert_parts(name: str) -> list[str]:
     return ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
 
 
-def expert_key(name: str, family: str, expert: int, part: str) -> str:
+def expert_key(name: str, family: Family, expert: int, part: str) -> str:
     """Return the stored name of an expert's matrix.
 
     layers.0.mlp.experts.down_proj, expert 3 -> layers.0.mlp.experts.3.down_proj.weight, or
     Mixtral's spelling.
     """
-    part = MIXTRAL_KEYS[part] if family == "mixtral" else part
-    return stored_name(f"{name.rpartition('.')[0]}.{expert}.{part}.weight", family)
+    part = family.expert_matrices.get(part, part)
+    return family.stored_name(f"{name.rpartition('.')[0]}.{expert}.{part}.weight")
 
 
 def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the stored tensors of a whole parameter. Not for GPT-2: see gpt2.py."""
     prefix, _, last = name.rpartition(".experts.")
-    family = config.family
-    if parts := mamba_parts(name, config):
-        yield stored_name(name, family), by_part(tensor, parts, config.mamba.groups)
+    family = FAMILIES[config.family]
+    if config.family == OWN:
+        yield name, tensor
+    elif parts := mamba_parts(name, config):
+        yield family.stored_name(name), by_part(tensor, parts, config.mamba.groups)
     elif not prefix:
-        yield stored_name(name, family), tensor
-    elif family == "gpt_oss":
+        yield family.stored_name(name), tensor
+    elif family.stacked:
         yield name, tensor if last.endswith("_bias") else tensor.transpose(1, 2)
     else:
         parts = expert_parts(last)
@@ -160,23 +152,24 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
 
 
 def is_ignored(key: str, config: Config) -> bool:
-    """Return whether a stored tensor has no place here, and needs none.
+    """Return True if a stored tensor has no place here, and needs none.
 
-    Besides `IGNORED` those are DeepSeek's layers after the last, for multi-token prediction, and a
-    tied head. And a norm of Wan's image to video that has nothing to do, in diffusers either.
+    Besides those that its family names, these are old tables of rotary embeddings, and a tied head.
+    And a norm of Wan's image to video that has nothing to do, in diffusers either.
     """
     if isinstance(config, WanConfig):
         return key.endswith(".attn2.norm_added_q.weight")
     if key == "lm_head.weight":
         return config.tie_word_embeddings
     layer = re.match(r"model\.layers\.(\d{1,9})\.", key)
-    if layer and config.family == "deepseek_v3" and int(layer[1]) >= config.num_layers:
+    family = FAMILIES[config.family]
+    if layer and family.further_layers and int(layer[1]) >= config.num_layers:
         return True
-    pattern = r".*\.rotary_emb\.inv_freq" + IGNORED.get(config.family, "")
-    return re.fullmatch(pattern, key) is not None
+    patterns = r".*\.rotary_emb\.inv_freq", family.ignored
+    return any(re.fullmatch(pattern, key) for pattern in patterns)
 
 
-# ------------------------------------------------------------------------------------------------------ single pieces
+# --- single pieces
 
 
 def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:

@@ -9,6 +9,7 @@ import math
 import re
 
 from minitrain.errors import InputError
+from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
 # of config.json: the key of Llama's, or our field -> Nemotron-H's key
@@ -32,6 +33,8 @@ NO_EXPERTS = dict(
 HEAD_DIM = 128
 # a time_step_min that bounds nothing: transformers takes its logarithm
 LEAST_DT = 1e-30
+# infinity as Python's JSON writes it, and as transformers 5 does
+ENDLESS = (math.inf, {"__float__": "Infinity"})
 
 
 def with_pattern(raw: dict) -> dict:
@@ -55,20 +58,56 @@ def with_pattern(raw: dict) -> dict:
     return absent | raw | known
 
 
-def own_settings(config: DecoderConfig) -> dict:
-    """Return the keys of config.json that other families do not have.
-
-    A bound of dt is in `time_step_limit`, and for transformers in `time_step_min`, see config_hf.py.
-    """
-    bounded = (
-        dict(time_step_limit=[config.time_step_min, math.inf]) if config.time_step_min else {}
+def read(raw: dict) -> dict:
+    """Return the fields of `DecoderConfig` with defaults or a form of their own."""
+    return dict(
+        layer_pattern=raw["hybrid_override_pattern"],
+        moe_latent_size=read_number(raw, "moe_latent_size", default=0),
+        routed_scaling_factor=read_number(raw, "routed_scaling_factor", float, 1.0),
+        time_step_min=_least_dt(raw),
     )
-    return bounded | dict(
+
+
+def _least_dt(raw: dict) -> float:
+    """Return the lower bound of dt. Raises InputError for an upper bound.
+
+    In NVIDIA's code, which trained the published models, it is that of `time_step_limit`;
+    `time_step_min` is a setting of the initialization alone. transformers 5.24 bounds dt by
+    `time_step_min` all the same (its pull request 48989). For Nemotron 3 Nano and Super that costs
+    1 to 6 % of perplexity, says mlx-lm's 1026. A file that transformers wrote itself, with its own
+    names of layers, computes as it does there.
+    """
+    if "linear_attention" in (raw.get("layers_block_type") or []):
+        # an older name, which outranks the newer
+        key = "mamba_dt_min" if "mamba_dt_min" in raw else "time_step_min"
+        least = read_number(raw, key, float, 0.001)
+        return 0.0 if least == LEAST_DT else least
+    key = "mamba_dt_limit" if "mamba_dt_limit" in raw else "time_step_limit"
+    limit = raw.get(key, [0.0, math.inf])
+    if not isinstance(limit, list) or len(limit) != 2 or limit[1] not in ENDLESS:
+        raise InputError(f"{key}={limit!r} is not supported (must be [a number, Infinity])")
+    return read_number({key: limit[0]}, key, float)
+
+
+def write(config: DecoderConfig, settings: dict) -> dict:
+    """Return config.json with the family's own keys.
+
+    A bound of dt is in `time_step_limit`, and for transformers in `time_step_min`, see `_least_dt`.
+    """
+    least = config.time_step_min
+    bounded = dict(time_step_limit=[least, math.inf]) if least else {}
+    own = dict(
         hybrid_override_pattern=config.layer_pattern,
         moe_latent_size=config.moe_latent_size or None,
         routed_scaling_factor=config.routed_scaling_factor,
-        time_step_min=max(config.time_step_min, LEAST_DT),
+        time_step_min=max(least, LEAST_DT),
     )
+    return settings | bounded | own
+
+
+def needed(config: DecoderConfig) -> tuple[str, ...]:
+    """Return the fields that must not be 0."""
+    return ("shared_expert_intermediate_size",) if "E" in config.layer_pattern else ()
 
 
 def stored_name(name: str) -> str:

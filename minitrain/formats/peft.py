@@ -19,14 +19,16 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError, located
-from minitrain.formats.hf import Owned, load_pretrained
+from minitrain.formats.hf import load_pretrained
 from minitrain.formats.json_files import read_from_folder, write_json
+from minitrain.formats.layouts_hf import Config
 from minitrain.formats.magic import ADAPTER_CONFIG, library_of
 from minitrain.formats.peft_names import (
     PREFIX,
@@ -36,9 +38,15 @@ from minitrain.formats.peft_names import (
     peft_name,
     to_peft,
 )
-from minitrain.formats.tensor_files import FLOATS, open_tensors, write_tensors
+from minitrain.formats.tensor_files import (
+    FLOATS,
+    StoredTensor,
+    check_stored,
+    open_tensors,
+    stored_tensors,
+    write_tensors,
+)
 from minitrain.formats.wan_names import adapter_place, original_name
-from minitrain.formats.weight_files import StoredTensor, check_stored, stored_tensors
 from minitrain.models.lora import (
     add_adapters,
     check_targets,
@@ -49,7 +57,7 @@ from minitrain.models.lora import (
 )
 from minitrain.models.wan_config import WanConfig
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.shards import all_slices
+from minitrain.parallel.shards import local_shard
 from minitrain.settings import LARGEST_ALPHA, LARGEST_RANK, Lora
 
 # keys of adapter_config.json
@@ -144,50 +152,80 @@ def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
     return folder / ADAPTER_CONFIG, folder / WEIGHTS
 
 
-def _open(path: str | Path) -> tuple[Path, dict, dict[str, StoredTensor]]:
-    """Return (file with the settings, settings as in adapter_config.json, tensors by PEFT's names).
+class Opened(NamedTuple):
+    """Adapters on disk.
 
-    Raises InputError for what is no plain LoRA.
+    file: it has the settings. settings: as in adapter_config.json. tensors: by PEFT's names.
     """
+
+    file: Path
+    settings: dict
+    tensors: dict[str, StoredTensor]
+
+
+def _open(path: str | Path) -> Opened:
+    """Open a folder of PEFT's, or a file of Wan's. Raises InputError for what is no plain LoRA."""
     config, weights = adapter_files(path)
-    raw = read_from_folder(config) if config else _told_in_header(weights)
-    file = config or weights
-    if raw is not None:
-        with located(file):
-            _refuse_variants(raw)
+    if config:
+        return _open_with_settings(config, read_from_folder(config), weights)
+    if settings := _told_in_header(weights):
+        return _open_with_settings(weights, settings, weights)
+    return _open_bare(weights)
+
+
+def _open_with_settings(file: Path, settings: dict, weights: Path) -> Opened:
+    """Open adapters whose settings are in adapter_config.json, or in the header of the weights."""
+    with located(file):
+        _refuse_variants(settings)
     pickled = weights.with_suffix(".bin")
     if os.path.exists(pickled) and not os.path.exists(weights):
         raise InputError(
             f"{pickled} is not read (save the adapters again with PEFT's save_pretrained)"
         )
-    stored = {}
-    ranks = {}
+    tensors, ranks = _by_peft_names(weights)
+    if ranks:
+        settings = settings | dict(target_modules=list(ranks))
+    return Opened(file, settings, tensors)
+
+
+def _open_bare(weights: Path) -> Opened:
+    """Open a file of Wan's without settings, which follow from its shapes and alphas."""
+    tensors, ranks = _by_peft_names(weights)
     alphas = {}
+    for name in [*tensors]:
+        module, role = adapter_place(name) or (None, None)
+        if role == "alpha":
+            alphas[module] = _number(tensors.pop(name))
+    if not ranks:
+        known = "named as by diffusers, ComfyUI or musubi-tuner"
+        raise InputError(
+            f"{weights}: without an {ADAPTER_CONFIG} it must be a LoRA of Wan, {known}"
+        )
+    # without an alpha the scale is 1
+    alphas = ranks | alphas
+    settings = dict(
+        peft_type="LORA",
+        r=next(iter(ranks.values())),
+        lora_alpha=next(iter(alphas.values())),
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        target_modules=list(ranks),
+    )
+    return Opened(weights, settings, tensors)
+
+
+def _by_peft_names(weights: Path) -> tuple[dict[str, StoredTensor], dict[str, int]]:
+    """Return a file's tensors by PEFT's names, and the ranks of modules named by another program."""
+    tensors = {}
+    ranks = {}
     for name, tensor in stored_tensors([weights]).items():
         module, role = adapter_place(name) or (None, None)
-        if role == "alpha" and raw is None:
-            alphas[module] = _number(tensor)
-            continue
         if role == "A":
             ranks[module] = sum(tensor.shape[:1])
         if role in ("A", "B"):
             name = f"{PREFIX}{module}.lora_{role}.weight"
-        stored[name] = tensor
-    if raw is None:
-        if not ranks:
-            known = "named as by diffusers, ComfyUI or musubi-tuner"
-            raise InputError(
-                f"{weights}: without an {ADAPTER_CONFIG} it must be a LoRA of Wan, {known}"
-            )
-        # without an alpha the scale is 1
-        alphas = ranks | alphas
-        rank, alpha = (next(iter(each.values())) for each in (ranks, alphas))
-        raw = dict(
-            peft_type="LORA", r=rank, lora_alpha=alpha, rank_pattern=ranks, alpha_pattern=alphas
-        )
-    if ranks:
-        raw = raw | dict(target_modules=list(ranks))
-    return file, raw, stored
+        tensors[name] = tensor
+    return tensors, ranks
 
 
 def _told_in_header(file: Path) -> dict | None:
@@ -236,7 +274,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
     lora = read_adapter_config(path)
     stored = _read_tensors(model.config, lora, Path(path))
     add_adapters(model, lora)
-    _fill(model, stored, all_slices)
+    _fill(model, stored)
 
 
 def load_merged(
@@ -250,20 +288,20 @@ def load_merged(
     return model
 
 
-def fill_adapters(model: nn.Module, lora: Lora, path: str | Path, owned: Owned) -> None:
-    """Read adapters that the model has already. owned: see `load_weights`."""
-    _fill(model, _read_tensors(model.config, lora, Path(path)), owned)
+def fill_adapters(model: nn.Module, lora: Lora, path: str | Path) -> None:
+    """Read adapters that the model, sharded or not, has already."""
+    _fill(model, _read_tensors(model.config, lora, Path(path)))
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, stored: dict[str, Tensor], owned: Owned) -> None:
+def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            part, slices = owned(parameter)
+            part, slices = local_shard(parameter)
             part.copy_(stored[name][slices])
 
 
-def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
+def _read_tensors(config: Config, lora: Lora, path: Path) -> dict[str, Tensor]:
     """Return every adapter's tensors by our names, lower ranks padded with zeros.
 
     config: the model's.
@@ -298,7 +336,7 @@ def _read_tensors(config, lora: Lora, path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:
+def adapter_shapes(config: Config, lora: Lora) -> dict[str, torch.Size]:
     """Return name and shape of every adapter's parameters in the model of `config`.
 
     Raises InputError as `check_targets` does.
@@ -314,7 +352,11 @@ def adapter_shapes(config, lora: Lora) -> dict[str, torch.Size]:
 
 
 def save_adapter(
-    tensors: Iterable[tuple[str, Tensor]], config, lora: Lora, path: str | Path, base: str = ""
+    tensors: Iterable[tuple[str, Tensor]],
+    config: Config,
+    lora: Lora,
+    path: str | Path,
+    base: str = "",
 ) -> None:
     """Write whole adapters, by our names, so that `peft.PeftModel.from_pretrained(model, path)`
     loads them.
@@ -354,7 +396,7 @@ def for_pipelines(stored: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
     }
 
 
-def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
+def adapter_config(config: Config, lora: Lora, names: Iterable[str], base: str) -> dict:
     """Return adapter_config.json, with those targets that the model has.
 
     names: of all adapters' parameters. PEFT has no dropout for experts, so there it is 0.
@@ -382,14 +424,14 @@ def adapter_config(config, lora: Lora, names: Iterable[str], base: str) -> dict:
 
 def other_dropout(lora: Lora) -> list[str]:
     """Return a line if the adapters to start from had another dropout: PEFT would continue it."""
-    had = _open(lora.path)[1].get("lora_dropout") if lora.path else None
+    had = _open(lora.path).settings.get("lora_dropout") if lora.path else None
     if not had or had == lora.dropout:
         return []
     note = f"note: lora_dropout={had} of lora.path={lora.path} is not taken over"
     return [f"{note}: lora.dropout={lora.dropout} counts"]
 
 
-def unreadable_note(config, lora: Lora) -> list[str]:
+def unreadable_note(config: Config, lora: Lora) -> list[str]:
     """Return a line for the user if PEFT cannot read these adapters of such a model, else none."""
     paths = [name[: -len(".lora_A")] for name in adapter_shapes(config, lora)]
     names = UNREADABLE.get(config.family, ())

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from minitrain.formats.layouts_hf import mamba_parts
+from minitrain.formats.families import FAMILIES, PLAIN
+from minitrain.formats.layouts_hf import Config, mamba_parts
 from minitrain.models.mamba import by_group, by_part
 
 # of all names in a file
@@ -31,7 +32,7 @@ MIXERS = {
 }
 
 
-def peft_name(name: str, names: Iterable[str], config) -> str:
+def peft_name(name: str, names: Iterable[str], config: Config) -> str:
     """Return PEFT's name of an adapter's parameter. names: of all adapters' parameters."""
     path = name[: -len("lora_A")]
     module = path.rstrip("._")
@@ -43,7 +44,7 @@ def peft_name(name: str, names: Iterable[str], config) -> str:
     return f"{PREFIX}{peft_module(module, config)}.lora_{name[-1]}.weight"
 
 
-def peft_module(path: str, config) -> str:
+def peft_module(path: str, config: Config) -> str:
     """Return the path of a module, or the end of one, as transformers has it.
 
     In Nemotron-H every part of a layer is a `mixer`.
@@ -64,7 +65,7 @@ def our_target(target: str, key: str) -> str:
     return re.sub(r"\bmixer\.", f"{MIXERS.get(last, 'mlp')}.", target)
 
 
-def to_peft(name: str, tensor: Tensor, config) -> Tensor:
+def to_peft(name: str, tensor: Tensor, config: Config) -> Tensor:
     """Return our adapter's tensor in PEFT's shape."""
     parts = mamba_parts(name, config)
     if parts and name.endswith("B"):
@@ -78,7 +79,7 @@ def to_peft(name: str, tensor: Tensor, config) -> Tensor:
     return tensor.permute(1, 2, 0).flatten(1)
 
 
-def from_peft(name: str, tensor: Tensor, shape: torch.Size, config) -> Tensor:
+def from_peft(name: str, tensor: Tensor, shape: torch.Size, config: Config) -> Tensor:
     """Undo `to_peft`. shape: of ours."""
     parts = mamba_parts(name, config)
     if parts and name.endswith("B"):
@@ -94,6 +95,7 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size, config) -> Tensor:
     return tensor
 
 
-def _is_separated(name: str, config) -> bool:
-    """Return whether all gate rows come first, then all up rows: in all but GPT-OSS."""
-    return config.family != "gpt_oss" and "gate_up_proj" in name
+def _is_separated(name: str, config: Config) -> bool:
+    """Return True if all gate rows come first, then all up rows: in all but GPT-OSS."""
+    family = FAMILIES.get(config.family, PLAIN)
+    return not family.stacked and "gate_up_proj" in name

@@ -69,7 +69,7 @@ ROLES = {
 
 
 def is_wan(raw: dict, file: Path) -> bool:
-    """Return whether config.json `raw` is Wan's, in either spelling.
+    """Return True if config.json `raw` is Wan's, in either spelling.
 
     Raises InputError for another of diffusers' models.
     """

@@ -471,10 +471,6 @@ def test_settings_stand_before_and_behind_options(config_file, monkeypatch):
             ["--config", "{file}", "out_dir=/dev/null/x"],
             "out_dir='/dev/null/x' cannot be created",
         ),
-        (
-            ["--config", "{file}", "model.qk_norm=true"],
-            "qk_norm=True cannot be saved as LlamaForCausalLM",
-        ),
     ],
 )
 def test_training_mistakes(config_file, tmp_path, arguments, line):

@@ -151,7 +151,7 @@ def test_shapes_end_in_a_picture_and_a_score(tmp_path, capsys):
     assert Image.open(tmp_path / "out.png").size == (1040, 640)
     assert Image.open(tmp_path / "out.apng").n_frames == 4
     printed = capsys.readouterr().out
-    assert "out.png: right in colour " in printed and printed.count("%") == 3
+    assert "out.png: right in color " in printed and printed.count("%") == 3
 
 
 @pytest.mark.parametrize(

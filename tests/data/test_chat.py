@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from minitrain.data.chat.chat_templates import PLAIN, Message
 from minitrain.data.chat.chats import (
-    encode_after,
     encode_chat,
     make_sample,
     read_messages,
@@ -24,7 +23,7 @@ from minitrain.data.chat.chats import (
 )
 from minitrain.data.chat.sft import MockChats
 from minitrain.data.datasets import open_dataset
-from minitrain.data.tokenizer import ByteTokenizer
+from minitrain.data.tokenizer import ByteTokenizer, encode_after
 from minitrain.errors import InputError
 from minitrain.examples import arithmetic
 from minitrain.models.decoder import Decoder

@@ -35,7 +35,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from minitrain.data.files import find_files
-from minitrain.data.text.text_rows import hold_out, open_data
+from minitrain.data.held_out import hold_out
+from minitrain.data.text.text_rows import open_data
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.formats.magic import kind_of_tokens
@@ -294,7 +295,7 @@ def test_shuffled_takes_every_order_equally_often(length):
     assert sum((counts[order] - 200) ** 2 / 200 for order in permutations(range(length))) < 60
 
 
-def test_shuffled_spreads_neighbours():
+def test_shuffled_spreads_neighbors():
     """Over many epochs each index goes everywhere, and where one goes says nothing of where the next goes."""
     places = np.array([[shuffled(i, 1000, 0, epoch) for i in range(10)] for epoch in range(500)])
     assert abs(places.mean() - 499.5) < 5 * 1000 / 12**0.5 / places.size**0.5

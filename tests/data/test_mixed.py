@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitrain.data.datasets import open_dataset
+from minitrain.data.datasets import BLOCK, Mixed, open_dataset
 from minitrain.data.files import has_tokenizer
-from minitrain.data.mixed import BLOCK, Mixed
 from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict

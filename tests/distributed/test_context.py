@@ -22,6 +22,7 @@ from minitrain.training.log_probs import linear_log_probs
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling, check_objective
 from minitrain.training.packing import rows
+from tests.helpers.families import families, is_rotary
 from tests.helpers.oracle import (
     Batches,
     Count,
@@ -193,9 +194,7 @@ def test_with_tensor_parallel(pool, form):
     )
 
 
-@pytest.mark.parametrize(
-    "model", ["qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny", "llama3.1-8b-tiny"]
-)
+@pytest.mark.parametrize("model", [*families(is_rotary)[1:], "llama3.1-8b-tiny"])
 @pytest.mark.parametrize("form", FORMS)
 def test_families(pool, form, model):
     tree = with_parallel(cp=2, context=form) | {"model": MODEL | {"name": model}}

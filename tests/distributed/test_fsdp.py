@@ -17,6 +17,7 @@ from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer
+from tests.helpers.families import families, is_dense
 from tests.helpers.oracle import (
     check_against_one_process,
     count_calls,
@@ -38,14 +39,12 @@ def test_fsdp(pool, world_size):
     check_against_one_process(pool, world_size, TREE, steps=3)
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-7b-tiny", "nemotron4-15b-tiny"])
+@pytest.mark.parametrize("model", families(is_dense)[1:])
 def test_other_families(pool, model):
     check_against_one_process(pool, 4, TREE | {"model": MODEL | {"name": model}})
 
 
-@pytest.mark.parametrize(
-    "model", ["gpt-oss-20b-tiny", "deepseek-v3-tiny", "nemotron3-nano-30b-a3b-tiny"]
-)
+@pytest.mark.parametrize("model", families(lambda config: not is_dense(config)))
 def test_experts_and_hybrids(pool, model):
     check_against_one_process(pool, 2, TREE | {"model": model}, steps=2)
 

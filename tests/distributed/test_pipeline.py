@@ -30,6 +30,7 @@ from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling
 from tests.distributed.test_resharding import train
 from tests.helpers import oracle
+from tests.helpers.families import families, is_dense
 from tests.helpers.oracle import (
     Batches,
     built,
@@ -175,7 +176,7 @@ def test_tied_embeddings(pool, schedule, world_size):
     )
 
 
-@pytest.mark.parametrize("model", ["qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny"])
+@pytest.mark.parametrize("model", families(is_dense)[1:])
 def test_other_families(pool, model):
     check_against_one_process(
         pool, 2, tree(schedule="InterleavedZeroBubble", model={"name": model}), steps=1

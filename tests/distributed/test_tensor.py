@@ -17,6 +17,7 @@ from minitrain import save_pretrained
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
 from minitrain.parallel.fsdp import set_gradient_sync, shard
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 from minitrain.run.config import load as configs
@@ -26,6 +27,7 @@ from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests.distributed.test_resharding import train as train_from
 from tests.helpers import oracle
+from tests.helpers.families import families, is_dense, is_rotary
 from tests.helpers.oracle import (
     Count,
     Results,
@@ -47,14 +49,18 @@ TREE = {
     "optim": {"name": "sgd", "lr": 0.1},
     "parallel": {"tp": 2},
 }
-FAMILIES = ["llama3-8b-tiny", "qwen2.5-7b-tiny", "qwen3-32b-tiny", "nemotron4-15b-tiny"]
+DENSE = families(is_dense)
+FAMILIES = families(is_rotary)
+GPT_OSS = {"name": "gpt-oss-20b-tiny"}
+DEEPSEEK = {"name": "deepseek-v3-tiny", "router_aux_loss_coef": 0.1, "seq_aux": True}
 HYBRID = {"name": "nemotron3-super-120b-a12b-tiny", "num_layers": 4}
+BALANCED = [DEEPSEEK, {"name": "mixtral-8x7b-tiny", "router_aux_loss_coef": 0.1}]
 EXPERTS = [
-    {"name": "gpt-oss-20b-tiny"},
-    {"name": "deepseek-v3-tiny", "router_aux_loss_coef": 0.1, "seq_aux": True},
-    {"name": "mixtral-8x7b-tiny", "router_aux_loss_coef": 0.1},
-    HYBRID,
+    {"name": name, "num_layers": 4 if model_config(name).layer_pattern else 2}
+    for name in families(lambda config: not is_dense(config))
+    if name not in [model["name"] for model in BALANCED]
 ]
+EXPERTS += [*BALANCED, HYBRID]
 LAYOUTS = [(4, {"tp": 4}), (4, {"tp": 2, "dp_shard": 2}), (4, {"tp": 2, "dp_replicate": 2})]
 check_against_one_process = partial(oracle.check_against_one_process, double=True)
 
@@ -63,15 +69,10 @@ def with_model(tree=TREE, **fields):
     return tree | {"model": MODEL | fields}
 
 
-@pytest.mark.parametrize(
-    ("name", "tied"), [*((name, False) for name in FAMILIES), (FAMILIES[0], True)]
-)
+@pytest.mark.parametrize(("name", "tied"), [*((name, None) for name in DENSE), (DENSE[0], True)])
 def test_families(pool, name, tied):
-    check_against_one_process(pool, 2, with_model(name=name, tie_word_embeddings=tied))
-
-
-def test_learned_positions_and_biases(pool):
-    check_against_one_process(pool, 2, with_model(name="gpt3-175b-tiny"))
+    given = {} if tied is None else {"tie_word_embeddings": tied}
+    check_against_one_process(pool, 2, with_model(name=name, **given))
 
 
 @pytest.mark.parametrize("model", EXPERTS, ids=lambda model: model["name"])
@@ -84,9 +85,9 @@ def test_experts_and_hybrids(pool, model):
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (EXPERTS[1], {"tp": 2, "dp_shard": 2}),
-        (EXPERTS[0], {"tp": 2, "pp": 2}),
-        (EXPERTS[0], {"tp": 2, "cp": 2}),
+        (DEEPSEEK, {"tp": 2, "dp_shard": 2}),
+        (GPT_OSS, {"tp": 2, "pp": 2}),
+        (GPT_OSS, {"tp": 2, "cp": 2}),
         (HYBRID, {"tp": 2, "dp_shard": 2}),
         (HYBRID, {"tp": 2, "pp": 2}),
     ],

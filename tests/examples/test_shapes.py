@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from minitrain.data.video.shapes import (
-    COLOURS,
+from minitrain.examples.shapes import (
+    COLORS,
     DIRECTIONS,
     SPEED,
     Clip,
@@ -25,14 +25,13 @@ def world():
 
 
 def test_clips_show_their_words():
-    """All pixels are shades of the colour; the centre of mass moves SPEED pixels a frame, and nothing is cut off."""
+    """All pixels are shades of the color; the center of mass moves SPEED pixels a frame, and nothing is cut off."""
     for clip in all_clips():
         video = render(clip)
         assert video.shape == (4, 16, 16, 3) and video.min() == 0 and video.max() <= 1
-        colour = np.array(COLOURS[clip.words[0]])
+        color = np.array(COLORS[clip.words[0]])
         assert (
-            np.allclose(video / colour, (video / colour)[..., :1], atol=1e-5)
-            and video.max() > 0.5
+            np.allclose(video / color, (video / color)[..., :1], atol=1e-5) and video.max() > 0.5
         )
         mass = video.sum(-1)
         assert np.allclose(mass.sum((1, 2)), mass[0].sum(), rtol=0.15)
@@ -73,12 +72,12 @@ def test_latents_have_unit_variance_and_decode_to_the_clips(world):
 def test_every_clip_is_judged_by_its_own_words(world):
     prompts = [clip.words for clip in world.clips]
     assert world.judge(world.decode(world.latents), prompts) == {
-        "colour": 1,
+        "color": 1,
         "shape": 1,
         "direction": 1,
     }
-    wrong = [(colour, shape, "left") for colour, shape, _ in prompts]
-    assert world.judge(world.videos, wrong) == {"colour": 1, "shape": 1, "direction": 0.25}
+    wrong = [(color, shape, "left") for color, shape, _ in prompts]
+    assert world.judge(world.videos, wrong) == {"color": 1, "shape": 1, "direction": 0.25}
 
 
 def test_an_epoch_is_every_clip_with_its_text(world):

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from minitrain.data.chat.chat_templates import Message, Rendering, choose_template
 from minitrain.data.chat.chats import encode_chat
-from minitrain.data.text.text_rows import fitting_tokenizer
-from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from minitrain.data.tokenizer import ByteTokenizer, fitting_tokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.hf import find_weights, load_pretrained, save_pretrained
 from minitrain.formats.peft import load_adapter, save_adapter

@@ -22,8 +22,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 
 from minitrain.data.tokenizer import ByteTokenizer
-from minitrain.data.video.shapes import write_png
 from minitrain.errors import InputError
+from minitrain.examples.shapes import write_png
 from minitrain.parallel.agreement import broadcast, broadcast_flag, gather
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.run.checkpoint import fingerprint

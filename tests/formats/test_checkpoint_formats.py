@@ -1,6 +1,7 @@
 """Weights as they lie on the hub: FP8 blocks, MXFP4, stacked and separate experts, extra layers; and parts of them."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -254,7 +255,8 @@ def load_parts(folder, cut):
         parts.append((torch.full_like(tensor[slices], torch.nan), slices))
         return parts[-1]
 
-    load_weights(model, folder, owned)
+    with mock.patch.object(checkpoint_hf, "local_shard", owned):
+        load_weights(model, folder)
     return dict(zip(model.state_dict(), parts, strict=True))
 
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from minitrain import Sampler, load_pretrained, save_pretrained
-from minitrain.data.chat.problems import answer_of, open_problems, reversals
+from minitrain.data.chat.problems import answer_of, open_problems
 from minitrain.data.records import Skips, read_records
 from minitrain.errors import InputError
+from minitrain.examples.reversal import reversals
 from minitrain.grpo import rollouts
 from minitrain.grpo.rewards import exact
 from minitrain.grpo.rollouts import (

@@ -265,20 +265,6 @@ def test_what_is_written_is_read_back_the_same():
             "every=5 needs data.validation above 0",
         ),
         (
-            {"model": {"name": "deepseek-v3-tiny", "num_experts": 0}},
-            "num_experts=0 cannot be saved as DeepseekV3",
-        ),
-        (
-            {
-                "model": {
-                    "name": "mixtral-8x7b-tiny",
-                    "num_experts": 0,
-                    "moe_intermediate_size": 0,
-                }
-            },
-            "must be at least 1",
-        ),
-        (
             {"model": {"name": "mixtral-8x7b-tiny", "num_experts_per_tok": 1}},
             "model.num_experts_per_tok=1 with norm_topk_prob=true: each token's weight would be 1, and the router get "
             r"no gradient \(use 2, or false\)",

@@ -330,7 +330,7 @@ def test_shapes_are_drawn_before_and_after(tmp_path, capsys):
     for name in ("before", "after"):
         assert (tmp_path / f"out/{name}.png").exists()
         assert re.search(
-            rf"{name}\.png: right in colour \d+%, shape \d+%, direction \d+%",
+            rf"{name}\.png: right in color \d+%, shape \d+%, direction \d+%",
             printed.out + printed.err,
         )
     run(tree, tmp_path)

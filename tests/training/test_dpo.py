@@ -10,9 +10,9 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from minitrain import load_pretrained, train
-from minitrain.data.chat.chats import ChatSample
 from minitrain.data.chat.preferences import Pairs, read_pair
 from minitrain.data.datasets import open_dataset
+from minitrain.data.text.text_rows import Sample
 from minitrain.errors import InputError
 from minitrain.grpo.batches import reply_sample
 from minitrain.run.config import load as configs
@@ -62,10 +62,10 @@ def made_up_pairs(count: int, vocab: int = 96) -> list[dict]:
     ]
 
 
-def as_samples(pairs: list[dict]) -> list[list[ChatSample]]:
+def as_samples(pairs: list[dict]) -> list[list[Sample]]:
     return [
         [
-            ChatSample(**reply_sample(pair["prompt_ids"], pair[key]))
+            Sample(**reply_sample(pair["prompt_ids"], pair[key]))
             for key in ("chosen_ids", "rejected_ids")
         ]
         for pair in pairs

@@ -11,7 +11,7 @@ from minitrain.data.text.text_rows import Mock
 from minitrain.models.router import Router
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
-from minitrain.run.tasks.draw_videos import draw_shapes
+from minitrain.run.tasks.draw_videos import draw_world
 from minitrain.training.build import build_model
 from minitrain.training.loop import Trainer, is_due, set_token_counts, to_device, training_steps
 from minitrain.training.loss import IGNORE
@@ -183,7 +183,7 @@ def draw(folder):
         ROOT / "configs/train/shapes.yaml", ["model.num_layers=1", "batch.micro=16", "device=cpu"]
     )
     model, path = build_model(config, start(config)), folder / f"rank-{dist.get_rank()}.png"
-    said = draw_shapes(model, path, steps=1, guidance=1.0, write=dist.get_rank() == 0)
+    said = draw_world(model, "shapes", path, steps=1, guidance=1.0, write=dist.get_rank() == 0)
     return said.split(":")[1], path.exists()
 
 

@@ -265,7 +265,7 @@ def without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-# --------------------------------------------------------------------------------------------------------------- Jinja
+# --- Jinja
 
 
 def asking_with(prompt: str, jinja: str) -> str:
@@ -313,7 +313,7 @@ def compile_template(text: str, name: str) -> Any:
         raise InputError(f"{name} is not valid: {told}") from error
 
 
-# -------------------------------------------------------------------------------------------------------------- choice
+# --- choice
 
 
 def written_out(name: str, *special: str) -> ChatTemplate:

@@ -8,12 +8,11 @@ as it does in transformers.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from minitrain.data.chat.chat_keys import CHAT_KEYS, LEARNING
 from minitrain.data.chat.chat_templates import (
     BEGINNING,
     EOS,
@@ -24,22 +23,10 @@ from minitrain.data.chat.chat_templates import (
     Rendering,
 )
 from minitrain.data.records import text_of
-from minitrain.data.tokenizer import Tokenizer
+from minitrain.data.text.text_rows import Sample
+from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
 from minitrain.errors import InputError, located
 from minitrain.training.loss import IGNORE
-
-# characters before a text that its first token can depend on
-LONGEST_TOKEN = 64
-
-
-class ChatSample(NamedTuple):
-    """A model's input and its targets. tokens: int64 [n]; labels: int64 [n], IGNORE or next token.
-
-    It ends where the last label is predicted: what comes after that token would teach nothing.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
 
 
 def encode_chat(
@@ -93,36 +80,114 @@ def encode_pieces(pieces: Iterable, tokenizer: Tokenizer) -> tuple[np.ndarray, n
     return np.array(tokens, np.int64), np.array(said, bool)
 
 
-def encode_after(before: str, text: str, encode: Callable[[str], Sequence]) -> Sequence:
-    """Return the tokens of `text`, where `before` precedes it.
-
-    Many vocabularies add a space at the start of a whole text. Where both share a token, the tokens
-    of `text` alone.
-    """
-    context = encode(before)
-    whole = encode(before + text)
-    start = len(context)
-    return whole[start:] if np.array_equal(whole[:start], context) else encode(text)
-
-
-def make_sample(tokens: np.ndarray, said: np.ndarray) -> ChatSample:
+def make_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:
     """Return the sample of an encoded chat. The very first token cannot be predicted."""
     labels = np.where(said[1:], tokens[1:], IGNORE)
     stop = int(np.flatnonzero(said).max(initial=0))
-    return ChatSample(tokens[:stop], labels[:stop])
+    return Sample(tokens[:stop], labels[:stop])
 
 
-def split_reply(sample: ChatSample) -> tuple[list[int], list[int]]:
+def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
     """Split a sample before its last reply. Returns the tokens of both sides."""
     predicted = sample.labels != IGNORE
     start = len(predicted) - int(np.argmin(np.append(predicted[::-1], False)))
     return sample.tokens[: start + 1].tolist(), sample.labels[start:].tolist()
 
 
-# ------------------------------------------------------------------------------------------------------ lines of files
+# --- lines of files
 
-HIDDEN = CHAT_KEYS["hidden"] + CHAT_KEYS["hidden_line"]
-LEARNED_INSIDE = CHAT_KEYS["learned"] + CHAT_KEYS["learned_inside"]
+# Keys of a line, by what they hold. Of several the first that holds something counts.
+CHATS = ("messages", "conversations")
+PROMPTS = ("prompt", "instruction", "question", "problem", "query", "input")
+RESPONSES = (
+    "response",
+    "completion",
+    "output",
+    "answer",
+    "solution",
+    "generated_solution",
+    "expected_answer",
+)
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
+THOUGHTS = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "thought",
+    "thoughts",
+    "think",
+    "chain_of_thought",
+    "cot",
+)
+# Keys of what templates and other trainers show to the model or have it say, and is not read here.
+MEDIA = ("images", "image", "videos", "video", "audios", "audio", "files", "attachments")
+UNREAD_IN_LINE = (*MEDIA, "functions", "available_tools", "tool_definitions")
+UNREAD_BESIDE_PROMPT = (
+    *UNREAD_IN_LINE,
+    "history",
+    "document",
+    "contexts",
+    "passages",
+    "passage",
+    "paragraph",
+    "article",
+    "background",
+    "knowledge",
+    "evidence",
+    "references",
+    "premise",
+    "schema",
+    "table",
+    "choices",
+    "options",
+)
+UNREAD_BESIDE_MESSAGES = (*UNREAD_IN_LINE, "context")
+UNREAD_IN_MESSAGE = (
+    *MEDIA,
+    "function_call",
+    "function_calls",
+    "functions",
+    "tools",
+    "tool_plan",
+    "tool_results",
+    "documents",
+    "context",
+    "refusal",
+    "reasoning_details",
+    "channel",
+    "recipient",
+)
+# Keys of what is learned: nothing of a line, or of a message, where one is 0 or false.
+LEARNED_LINE = (
+    "train",
+    "trainable",
+    "learn",
+    "learnable",
+    "weight",
+    "loss_weight",
+    "loss_mask",
+    "loss_scale",
+    "compute_loss",
+    "sample_weight",
+)
+LEARNED_MESSAGE = (*LEARNED_LINE, "training", "loss", "step_loss_mask")
+# Keys that mask in another way, which is refused, as are others with a word that begins so: words
+# of train_on_input, not of constraints.
+MASKS = (
+    "mask",
+    "masked",
+    "is_masked",
+    "completion_mask",
+    "assistant_masks",
+    "ignore",
+    "skip",
+    "rejected",
+    "rejected_response",
+    "rejected_messages",
+    "train_detail",
+    "token_weights",
+)
+MASKING_WORDS = ("train", "learn", "loss", "mask", "weight", "supervis", "ignor", "skip")
 # ShareGPT's names of roles
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -136,7 +201,7 @@ def read_messages(record: dict) -> Chat:
     what is shown to the model or learned are refused where they would be lost; others are ignored.
     Raises InputError for anything else.
     """
-    learned = is_learned(record, CHAT_KEYS["learned"])
+    learned = is_learned(record, LEARNED_LINE)
     for key in ("label", "kto_tag", "desirable"):
         if record.get(key) is False:
             raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
@@ -171,28 +236,28 @@ def read_value(record: dict, key: str, kind: type) -> Any:
 
 def _read_layout(record: dict) -> Chat:
     if chat := chat_key(record):
-        refuse_hidden(record, [*HIDDEN, "context"], "the messages")
+        refuse_unread(record, UNREAD_BESIDE_MESSAGES, "the messages")
         turns = read_turns(record, chat)
         if not any(turn.role == "assistant" for turn in turns):
             raise InputError(f"{chat!r} has no message of the assistant, so nothing to learn")
         return turns
     if "context" in record and record.get("answers"):
-        refuse_hidden(record, HIDDEN + CHAT_KEYS["hidden_beside"], "the question")
+        refuse_unread(record, UNREAD_BESIDE_PROMPT, "the question")
         asked, answer = read_squad(record)
     else:
-        prompt = usual_key(record, CHAT_KEYS["prompts"])
-        response = usual_key(record, CHAT_KEYS["responses"])
+        prompt = usual_key(record, PROMPTS)
+        response = usual_key(record, RESPONSES)
         if prompt is None or response is None:
             raise InputError(
                 "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
-                f"{', '.join(CHAT_KEYS['prompts'])}) with a response (one of {', '.join(CHAT_KEYS['responses'])})"
+                f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
             )
         asked = prompt_of(record, prompt)
         answer = words_of(record, response)
     return [Message("user", asked), Message("assistant", answer, thought_of(record))]
 
 
-def usual_key(record: dict, names: list[str]) -> str | None:
+def usual_key(record: dict, names: Sequence[str]) -> str | None:
     """Return the first of `names` that holds something, else one that is empty but not null."""
     there = [name for name in names if record.get(name) is not None]
     filled = [name for name in there if record[name] not in ("", [])]
@@ -201,20 +266,18 @@ def usual_key(record: dict, names: list[str]) -> str | None:
 
 def chat_key(record: dict) -> str | None:
     """Return the key of the messages, None where the line is of another layout."""
-    key = usual_key(record, CHAT_KEYS["chats"])
-    return (
-        key if key and (record[key] or usual_key(record, CHAT_KEYS["prompts"]) is None) else None
-    )
+    key = usual_key(record, CHATS)
+    return key if key and (record[key] or usual_key(record, PROMPTS) is None) else None
 
 
-def refuse_hidden(record: dict, keys: list[str], place: str) -> None:
+def refuse_unread(record: dict, keys: Sequence[str], place: str) -> None:
     """Raise InputError for what the model should see or say, and would not."""
     for key in keys:
         if record.get(key):
             raise InputError(f"{key!r} is not supported (write it into {place}, or remove it)")
 
 
-def is_learned(record: dict, keys: list[str]) -> bool:
+def is_learned(record: dict, keys: Sequence[str]) -> bool:
     """Return false if one of `keys` is 0 or false. Raises InputError for other ways to mask."""
     for key, value in record.items():
         if key not in keys and masks(key, value):
@@ -229,18 +292,18 @@ def is_learned(record: dict, keys: list[str]) -> bool:
 
 
 def masks(key: str, value: Any) -> bool:
-    """Return whether a key is about what is learned, and not empty."""
-    if key in CHAT_KEYS["masked"]:
+    """Return True if a key is about what is learned, and not empty."""
+    if key in MASKS:
         return bool(value)
     # snake_case or camelCase
     words = re.split("[^A-Za-z]|(?=[A-Z])", key)
     first = value[0] if isinstance(value, list) and value else value
-    return first in (0, 1) and any(word.lower().startswith(LEARNING) for word in words)
+    return first in (0, 1) and any(word.lower().startswith(MASKING_WORDS) for word in words)
 
 
 def with_system(turns: Chat, record: dict) -> Chat:
     """Return the turns, begun by the system's text beside them (OpenOrca, ShareGPT)."""
-    key = usual_key(record, CHAT_KEYS["systems"])
+    key = usual_key(record, SYSTEMS)
     if key is None or not record[key]:
         return turns
     system = Message("system", text_of(record, key))
@@ -257,10 +320,10 @@ def prompt_of(record: dict, key: str) -> str:
     It may have a `context` (Dolly), an `instruction` also an `input` (Alpaca).
     """
     beside = ("input", "context") if key == "instruction" else ("context",)
-    hidden = HIDDEN + CHAT_KEYS["hidden_beside"]
+    unread = UNREAD_BESIDE_PROMPT
     if key not in ("instruction", "input"):
-        hidden = [*hidden, "input"]
-    refuse_hidden(record, hidden, "the prompt")
+        unread = (*unread, "input")
+    refuse_unread(record, unread, "the prompt")
     texts = [text_of(record, name) for name in beside if record.get(name)]
     return "\n".join([words_of(record, key), *texts])
 
@@ -283,7 +346,7 @@ def read_turn(turn: dict) -> Message:
     role = SHAREGPT_ROLES.get(given, given)
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise InputError(f"the role {given!r} is not system, developer, user, assistant or tool")
-    refuse_hidden(turn, CHAT_KEYS["hidden"] + CHAT_KEYS["hidden_inside"], repr(content))
+    refuse_unread(turn, UNREAD_IN_MESSAGE, repr(content))
     if isinstance(turn.get(content), list):
         turn = turn | {content: text_of_parts(turn[content])}
     more = thought_of(turn)
@@ -292,17 +355,17 @@ def read_turn(turn: dict) -> Message:
     if role == "tool":
         more |= {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
     else:
-        refuse_hidden(turn, ["name"], repr(content))
+        refuse_unread(turn, ["name"], repr(content))
     text = None
     if turn.get(content) is not None or not calls:
         read = text_of if calls or role in ("system", "tool") else words_of
         text = read(turn, content)
-    return Message(role, text, more, role != "assistant" or is_learned(turn, LEARNED_INSIDE))
+    return Message(role, text, more, role != "assistant" or is_learned(turn, LEARNED_MESSAGE))
 
 
 def thought_of(record: dict) -> dict:
     """Return the text of a thought by the name that most templates know."""
-    key = usual_key(record, CHAT_KEYS["thoughts"])
+    key = usual_key(record, THOUGHTS)
     return {"reasoning_content": text_of(record, key)} if key and record[key] else {}
 
 

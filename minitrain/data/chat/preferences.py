@@ -11,26 +11,29 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from minitrain.data.chat.chat_keys import CHAT_KEYS
 from minitrain.data.chat.chat_templates import Chat, Message, choose_template
 from minitrain.data.chat.chats import (
-    HIDDEN,
-    ChatSample,
+    CHATS,
+    LEARNED_LINE,
+    PROMPTS,
+    UNREAD_IN_LINE,
     encode_chat,
     is_learned,
     make_sample,
     prompt_of,
     read_shown,
     read_turns,
-    refuse_hidden,
+    refuse_unread,
     usual_key,
     with_system,
     words_of,
 )
 from minitrain.data.chat.sft import Chats, fit
 from minitrain.data.files import find_files
+from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, read_records
-from minitrain.data.text.text_rows import Row, fitting_tokenizer, split_off
+from minitrain.data.text.text_rows import Row, Sample
+from minitrain.data.tokenizer import fitting_tokenizer
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config
@@ -52,7 +55,7 @@ def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)
 
-    def read(record: dict) -> list[ChatSample]:
+    def read(record: dict) -> list[Sample]:
         shown = read_shown(record)
         chats = read_pair(record)
         return [make_sample(*encode_chat(chat, template, tokenizer, shown)) for chat in chats]
@@ -85,7 +88,7 @@ def mock_pairs(config: Config, split: int) -> "Pairs":
     pairs = []
     for _ in range(MOCK_PAIRS):
         chats = random.integers(vocab, size=(2, config.batch.seq_len // 2 + 1))
-        pairs.append([ChatSample(tokens[:-1], tokens[1:]) for tokens in chats])
+        pairs.append([Sample(tokens[:-1], tokens[1:]) for tokens in chats])
     return Pairs(pairs, config)
 
 
@@ -95,7 +98,7 @@ def read_pair(record: dict) -> list[Chat]:
     Raises InputError for a line that is no such pair.
     """
     beside = {key: value for key, value in record.items() if key not in SIDES}
-    refuse_hidden(beside, HIDDEN, "the messages")
+    refuse_unread(beside, UNREAD_IN_LINE, "the messages")
     asked = read_prompt(beside)
     pair = []
     for key in SIDES:
@@ -109,7 +112,7 @@ def read_pair(record: dict) -> list[Chat]:
     for key, turns in zip(SIDES, pair, strict=True):
         if not any(turn.role == "assistant" for turn in turns[shared:]):
             raise InputError(f"{key!r} has no reply of its own beside the other's")
-    if not is_learned(beside, CHAT_KEYS["learned"]):
+    if not is_learned(beside, LEARNED_LINE):
         shared = max(map(len, pair))
     marked = []
     for chat in pair:
@@ -120,11 +123,11 @@ def read_pair(record: dict) -> list[Chat]:
 
 def read_prompt(record: dict) -> Chat:
     """Return the messages before both replies; none where the replies' lists hold them."""
-    key = usual_key(record, CHAT_KEYS["prompts"] + CHAT_KEYS["chats"])
+    key = usual_key(record, PROMPTS + CHATS)
     if key is None or not record[key]:
         return []
     if isinstance(record[key], list):
-        refuse_hidden(record, ["context"], "the messages")
+        refuse_unread(record, ["context"], "the messages")
         return read_turns(record, key)
     return [Message("user", prompt_of(record, key))]
 
@@ -148,13 +151,13 @@ class Pairs(Chats):
         computes them; 0 before.
     """
 
-    def __init__(self, pairs: list[list[ChatSample]], config: Config, **more):
+    def __init__(self, pairs: list[list[Sample]], config: Config, **more):
         # the rows are those of samples as long as the pairs
         joined = []
         for pair in pairs:
             tokens = np.concatenate([sample.tokens for sample in pair])
             labels = np.concatenate([sample.labels for sample in pair])
-            joined.append(ChatSample(tokens, labels))
+            joined.append(Sample(tokens, labels))
         packed = config.data.packed is not False
         super().__init__(joined, config.batch.seq_len, config.seed, packed, True, **more)
         self.about = self.about.replace(" chats", " pairs", 1)

@@ -10,36 +10,47 @@ Which problems a step takes is a pure function of the seed and the step.
 """
 
 import json
+from collections.abc import Sequence
 
-import numpy as np
-
-from minitrain.data.chat.chat_keys import CHAT_KEYS
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
-    HIDDEN,
+    LEARNED_LINE,
+    PROMPTS,
+    UNREAD_IN_LINE,
     chat_key,
-    encode_after,
     encode_chat,
     encode_question,
     make_sample,
     prompt_of,
     read_shown,
     read_turns,
-    refuse_hidden,
+    refuse_unread,
     split_reply,
     usual_key,
     with_system,
     words_of,
 )
 from minitrain.data.files import find_files, held_out_apart
+from minitrain.data.held_out import split_off
 from minitrain.data.records import Number, Skips, read_records
-from minitrain.data.text.text_rows import fitting_tokenizer, split_off
-from minitrain.data.tokenizer import Tokenizer
+from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
+from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located
 from minitrain.grpo.batches import Problem
 from minitrain.hashing import nth
 from minitrain.models.decoder_config import DecoderConfig, find_ends
 from minitrain.settings import Config
+
+# keys of an answer, of which the first that holds something counts
+ANSWERS = (
+    "expected_answer",
+    "answer",
+    "ground_truth",
+    "solution",
+    "response",
+    "output",
+    "completion",
+)
 
 
 class Problems:
@@ -84,7 +95,8 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     if made_up:
         digits = config.grpo.mock_digits
         with located(f"grpo.mock_digits={digits}"):
-            problems = [encode_problem(*made, template, tokenizer) for made in reversals(digits)]
+            made = load_toy("reversal")(digits)
+            problems = [encode_problem(*each, template, tokenizer) for each in made]
             check_length(problems[0], config)
     else:
         problems = list(read_records(find_files(data), read, skips))
@@ -152,7 +164,7 @@ def check_length(problem: Problem, config: Config) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------- JSON lines
+# --- JSON lines
 
 
 def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str]:
@@ -161,14 +173,14 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
     An empty key stands for the first usual name that holds something.
     """
     chat = chat_key(row)
-    refuse_hidden(row, HIDDEN, "the prompt")
-    if 0 in (row.get(key) for key in CHAT_KEYS["learned"]):
+    refuse_unread(row, UNREAD_IN_LINE, "the prompt")
+    if 0 in (row.get(key) for key in LEARNED_LINE):
         raise InputError("the line is not to be learned (remove it)")
     if chat is None or prompt_key:
         turns = read_prompt(row, prompt_key)
         answer = None
     else:
-        refuse_hidden(row, ["context"], "the messages")
+        refuse_unread(row, ["context"], "the messages")
         turns = read_turns(row, chat)
         if len(turns) < 2 or turns[-1].role != "assistant":
             raise InputError(
@@ -186,9 +198,9 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
 
 def read_prompt(row: dict, key: str) -> Chat:
     """Return a prompt's messages: text, which is the user's, or a list. key: see `read_problem`."""
-    name = key or usual_name(row, CHAT_KEYS["prompts"], "prompt")
+    name = key or usual_name(row, PROMPTS, "prompt")
     if isinstance(row.get(name), list):
-        refuse_hidden(row, ["context"], "the messages")
+        refuse_unread(row, ["context"], "the messages")
         turns = read_turns(row, name)
         if not turns:
             raise InputError(f"{name!r} is empty")
@@ -202,29 +214,16 @@ def answer_of(row: dict, key: str) -> str:
     DAPO-Math-17k has it in `reward_model`.
     """
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
-    name = key or usual_name(row, CHAT_KEYS["answers"], "answer")
+    name = key or usual_name(row, ANSWERS, "answer")
     value = row.get(name)
     if isinstance(value, Number):
         return value.digits()
     return json.dumps(value) if isinstance(value, int) else words_of(row, name)
 
 
-def usual_name(row: dict, names: list[str], what: str) -> str:
+def usual_name(row: dict, names: Sequence[str], what: str) -> str:
     found = usual_key(row, names)
     if found is None:
         known = ", ".join(names)
         raise InputError(f"no {what} (one of {known}; or name its key by grpo.{what}_key)")
     return found
-
-
-# -------------------------------------------------------------------------------------------------------------- made up
-
-
-def reversals(digits: int) -> list[tuple[Chat, str, dict]]:
-    """Return up to 4,000 different strings of digits to be reversed, always the same ones."""
-    count = min(4000, 10**digits)
-    draws = np.random.default_rng(digits).integers(10, size=(4 * count, digits))
-    texts = dict.fromkeys("".join(map(str, draw)) for draw in draws.tolist())
-    return [
-        ([Message("user", text)], text[::-1], {"prompt": text}) for text in list(texts)[:count]
-    ]

@@ -13,7 +13,6 @@ import numpy as np
 
 from minitrain.data.chat.chat_templates import PLAIN, ChatTemplate, choose_template
 from minitrain.data.chat.chats import (
-    ChatSample,
     encode_chat,
     make_sample,
     read_messages,
@@ -21,9 +20,10 @@ from minitrain.data.chat.chats import (
     split_reply,
 )
 from minitrain.data.files import find_files
+from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, read_records
-from minitrain.data.text.text_rows import Mock, Row, fitting_tokenizer, split_off
-from minitrain.data.tokenizer import Tokenizer
+from minitrain.data.text.text_rows import Mock, Row, Sample
+from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config, Data
@@ -67,19 +67,17 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
 
 def read_samples(
     data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips
-) -> Iterator[ChatSample]:
+) -> Iterator[Sample]:
     """Yield the samples of all lines of all files, in order and however long."""
 
-    def read(record: dict) -> ChatSample:
+    def read(record: dict) -> Sample:
         messages = read_messages(record)
         return make_sample(*encode_chat(messages, template, tokenizer, read_shown(record)))
 
     return read_records(find_files(data), read, skips)
 
 
-def fit(
-    samples: Iterable[ChatSample], seq_len: int, over_long: str
-) -> tuple[list[ChatSample], str]:
+def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
     """Return the samples that fit a row, and a note on those that did not.
 
     over_long: `drop` those, or `truncate` them. A sample that has nothing to predict (any more) is
@@ -97,7 +95,7 @@ def fit(
             truncated += is_long
             # the row may end within a question
             end = predicted[-1] + 1
-            kept.append(ChatSample(sample.tokens[:end], sample.labels[:end]))
+            kept.append(Sample(sample.tokens[:end], sample.labels[:end]))
     return kept, f" ({truncated:,} truncated, {dropped:,} dropped)" if truncated + dropped else ""
 
 
@@ -110,7 +108,7 @@ class Chats:
 
     def __init__(
         self,
-        samples: list[ChatSample],
+        samples: list[Sample],
         seq_len: int,
         seed: int,
         packed: bool,

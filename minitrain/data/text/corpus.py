@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from minitrain.data.chat.chats import LONGEST_TOKEN, encode_after
+from minitrain.data.files import stamp_of
 from minitrain.data.records import Skips
-from minitrain.data.text.token_files import TokenFile, stamp_of
-from minitrain.data.tokenizer import Tokenizer
+from minitrain.data.text.token_files import TokenFile
+from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
 from minitrain.errors import InputError, refused
 
 # texts, each whole or in pieces

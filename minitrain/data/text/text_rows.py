@@ -16,21 +16,22 @@ CHECKED tokens to train on, and as many held out. To skip bad rows, all rows are
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.chat.chats import ChatSample
-from minitrain.data.files import SUFFIXES, find_files
+from minitrain.data.files import SUFFIXES, find_files, stamp_of
+from minitrain.data.held_out import hold_out, split_lone
 from minitrain.data.records import Skips, read_records, read_texts, text_of
 from minitrain.data.text.corpus import Corpus, join_files, keep_tokens, tokenize
-from minitrain.data.text.token_files import open_tokens, stamp_of
-from minitrain.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, with_companions
+from minitrain.data.text.token_files import open_tokens
+from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer, tokenizer_file, with_companions
 from minitrain.errors import InputError
-from minitrain.hashing import nth, shuffled
+from minitrain.hashing import nth
 from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
@@ -56,7 +57,7 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple:
     return opened(data, seq_len, vocab_size, seed)
 
 
-# ---------------------------------------------------------------------------------------------------------------- rows
+# --- rows
 
 
 @dataclass
@@ -161,7 +162,7 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------- documents
+# --- documents
 
 
 def read_documents(files: list[Path], field: str) -> Iterator[str]:
@@ -180,61 +181,48 @@ def _document(field: str, record: dict) -> str:
     return text_of(record, field, hint)
 
 
-def cut_documents(corpus: Corpus, length: int) -> list[ChatSample]:
+class Sample(NamedTuple):
+    """A model's input and its targets. tokens: int64 [n]; labels: int64 [n], IGNORE or next token.
+
+    It ends where the last label is predicted: what comes after that token would teach nothing.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
     """Return pieces of at most `length` inputs, which predict all of a document but its first token."""
     pieces = []
     for first, size in zip(corpus.firsts, corpus.lengths, strict=False):
         document, _ = corpus.read(first, size)
         for start in range(0, len(document) - 1, length):
             stop = min(start + length, len(document) - 1)
-            pieces.append(ChatSample(document[start:stop], document[start + 1 : stop + 1]))
+            pieces.append(Sample(document[start:stop], document[start + 1 : stop + 1]))
     return pieces
 
 
 def _open_documents(
     data: Data, seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
+    """Open texts or JSONL, and hold out a share of the documents."""
     files = find_files(data)
     tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
     skips = Skips(data.on_error == "skip")
-    whole = data.packing == "whole"
+    corpus, lone = _tokenize_files(files, data, tokenizer, skips)
 
     def in_rows(corpus: Corpus, what: str) -> Packed:
-        problem = ""
-        if not corpus.predicted:
-            problem = "no token to predict"
-        elif len(corpus) < seq_len and not whole:
-            problem = f"{len(corpus)} tokens, less than one row of batch.seq_len={seq_len}"
-        if problem:
-            raise InputError(f"{what} holds {problem}{skips.aside}")
-        return Packed(corpus, seq_len, seed, skips.note, whole=whole)
+        check_filled(corpus, data, seq_len, f"{what} holds", skips)
+        return Packed(corpus, seq_len, seed, skips.note, whole=data.packing == "whole")
 
     source = f"data.path={data.path}"
-    if data.kind == "text":
-        documents = read_texts(files, skips, in_pieces=bool(data.cache))
-    else:
-        documents = read_records(files, partial(_document, data.field), skips)
-    lone = False
-    if data.cache:
-        own = tokenizer_file(data.tokenizer)
-        seen = [*files, *(with_companions(own) if own else [])]
-        stamps = [(str(file.resolve()), stamp_of(file)) for file in seen]
-        made_of = data.kind, data.field, data.on_error, tokenizer.below, stamps
-        corpus = keep_tokens(documents, tokenizer, data.cache, made_of, skips)
-    else:
-        if data.validation:
-            lone, documents = split_lone(documents, data.validation)
-        corpus = tokenize(documents, tokenizer)
-    held = None
     if data.validation:
-        count = len(corpus.lengths)
-        chosen = np.array([False, True])
-        if not lone or count != 2:
-            chosen = hold_out(count, data.validation, seed)
+        chosen = hold_out(len(corpus.lengths), data.validation, seed, lone)
         train = in_rows(corpus.select(~chosen), f"{source} without validation")
         held = in_rows(corpus.select(chosen), f"data.validation={data.validation}")
     else:
         train = in_rows(corpus, source)
+        held = None
     if tokenizer.eos_id is None:
         train.notes.append(
             f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
@@ -242,61 +230,40 @@ def _open_documents(
     return train, held
 
 
-def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer `name`. Raises InputError if an id is not below the model's `vocab_size`.
+def _tokenize_files(
+    files: list[Path], data: Data, tokenizer: Tokenizer, skips: Skips
+) -> tuple[Corpus, bool]:
+    """Return the corpus of all files, kept in data.cache if there is one.
 
-    Its pad may be, which is neither read nor predicted: a text that spells it is refused.
+    Also True if it is one document alone, in two sides: the second is to be held out. A cache knows
+    nothing of what is held out, so there it stays whole.
     """
-    tokenizer = load_tokenizer(name)
-    beyond = {number for number in tokenizer.vocabulary() if number >= vocab_size}
-    if beyond == {tokenizer.named_id("pad")}:
-        tokenizer.below = vocab_size
-    elif beyond:
-        raise InputError(
-            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
-        )
-    if not 0 <= (tokenizer.eos_id or 0) < vocab_size:
-        raise InputError(
-            f"data.tokenizer={name} has eos={tokenizer.eos_id}, outside model.vocab_size={vocab_size}"
-        )
-    return tokenizer
+    if data.kind == "text":
+        documents = read_texts(files, skips, in_pieces=bool(data.cache))
+    else:
+        documents = read_records(files, partial(_document, data.field), skips)
+    if data.cache:
+        own = tokenizer_file(data.tokenizer)
+        seen = [*files, *(with_companions(own) if own else [])]
+        stamps = [(str(file.resolve()), stamp_of(file)) for file in seen]
+        made_of = data.kind, data.field, data.on_error, tokenizer.below, stamps
+        return keep_tokens(documents, tokenizer, data.cache, made_of, skips), False
+    lone = False
+    if data.validation:
+        documents, lone = split_lone(documents, data.validation)
+    return tokenize(documents, tokenizer), lone
 
 
-def split_lone(documents: Iterator[str], share: float) -> tuple[bool, Iterator[str]]:
-    """Split a lone document before its tail of a `share`. Returns whether it was lone, and all."""
-    documents = filter(None, documents)
-    first = list(islice(documents, 2))
-    if len(first) != 1:
-        return False, chain(first, documents)
-    text = first[0]
-    cut = round(len(text) * (1 - share))
-    return True, iter((text[:cut], text[cut:]))
+def check_filled(corpus: Corpus, data: Data, seq_len: int, what: str, skips: Skips) -> None:
+    """Raise InputError for a corpus that does not fill a row, or has nothing to predict."""
+    if not corpus.predicted:
+        raise InputError(f"{what} no token to predict{skips.aside}")
+    if len(corpus) < seq_len and data.packing != "whole":
+        size = f"{len(corpus)} tokens, less than one row of batch.seq_len={seq_len}"
+        raise InputError(f"{what} {size}{skips.aside}")
 
 
-def hold_out(documents: int, share: float, seed: int) -> np.ndarray:
-    """Return bool [documents], true for a random `share`, chosen by (seed, index).
-
-    At least one is true and one false.
-    """
-    if documents < 2:
-        raise InputError(
-            f"data.validation={share} needs 2 documents, one for each side, but there is {documents}"
-        )
-    count = min(max(1, round(share * documents)), documents - 1)
-    held = np.zeros(documents, bool)
-    held[[shuffled(i, documents, seed) for i in range(count)]] = True
-    return held
-
-
-def split_off(items: Sequence, share: float, seed: int) -> tuple[list, list]:
-    """Return the items to train on, and those that `hold_out` chooses, each in order."""
-    sides = [], []
-    for item, held in zip(items, hold_out(len(items), share, seed), strict=True):
-        sides[int(held)].append(item)
-    return sides
-
-
-# --------------------------------------------------------------------------------------------------------- token files
+# --- token files
 
 
 def _open_token_files(

@@ -3,7 +3,7 @@
 They are not memory-mapped, because reading a mapped file that has shrunk kills the process; here it
 is an error, as is any other change of a file since it was opened. The files read last stay open,
 since opening is slow on network file systems; one that is deleted or replaced meanwhile goes on
-giving its old bytes. text.py cuts them into rows.
+giving its old bytes. text_rows.py cuts them into rows.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minitrain.data.files import check_unchanged, stamp_of
 from minitrain.errors import InputError, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_tokens, read_head
 
@@ -109,19 +110,6 @@ def kept_open(file: Path, stamp: tuple[int, int]) -> FileIO:
     stamp: part of the key, so that a dataset made later gets the file of then.
     """
     return open(file, "rb", buffering=0)
-
-
-def stamp_of(file: Path | int) -> tuple[int, int]:
-    """Return size and time of the last change of a file, or of an open one by its number."""
-    found = os.stat(file)
-    return found.st_size, found.st_mtime_ns
-
-
-def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> None:
-    if stamp_of(file) != stamp:
-        raise InputError(
-            f"{name} has changed since the run began: its rows are no longer those of the earlier steps"
-        )
 
 
 def open_tokens(file: Path, raw_dtype: str, vocab_size: int) -> TokenFile:

@@ -34,11 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.data.files import find_files
+from minitrain.data.files import check_unchanged, find_files, stamp_of
+from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips
-from minitrain.data.text.text_rows import Row, split_off
-from minitrain.data.text.token_files import check_unchanged, stamp_of
-from minitrain.data.video.shapes import ShapesWorld
+from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors
 from minitrain.hashing import nth, shuffled
@@ -53,6 +52,7 @@ DIFFUSERS_TEXT = 512
 # of CLIP's features of one image
 IMAGE_TOKENS = 257
 
+Row = dict[str, Tensor]
 # by name; "tokens" where any number will do
 Shapes = dict[str, tuple[int | str, ...]]
 
@@ -69,7 +69,7 @@ def open_latents(config: Config) -> tuple[Noised, Noised]:
     noised = partial(Noised, settings=config.diffusion, seed=seed)
     if data.kind != "latents":
         shapes = model_shapes(model, data.size, data.text_tokens, IMAGE_TOKENS)
-        videos = ShapesWorld(seed) if data.kind == "shapes" else MockLatents(shapes, seed)
+        videos = MockLatents(shapes, seed) if data.kind == "mock" else load_toy(data.kind)(seed)
         shapes = {name: tuple(x.shape) for name, x in videos.row(0).items()}
         with located(f"data.kind={data.kind}"):
             check_fit(shapes, config)

@@ -15,7 +15,7 @@ from minitrain.data.files import apart, find_files
 from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.errors import InputError, readable
 from minitrain.formats.peft import adapter_files
-from minitrain.formats.weight_files import weight_files
+from minitrain.formats.tensor_files import weight_files
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.config.load import to_dict
 from minitrain.run.launch.same_run import check_same, code_digests, flatten_settings

@@ -12,7 +12,7 @@ from typing import Any
 
 from minitrain.data.files import apart
 from minitrain.errors import Faults, refuse
-from minitrain.formats.config_hf import check_exportable
+from minitrain.formats.config_hf import check_family
 from minitrain.formats.peft import adapter_shapes
 from minitrain.rollout.sampling import MIN_TEMPERATURE
 from minitrain.run.config.layout_checks import (
@@ -272,7 +272,7 @@ def _held_out_faults(c: Config) -> Faults:
 
 def _language_faults(c: Config) -> Faults:
     model = c.model.config
-    check_exportable(model)
+    check_family(model)
     kind = c.data.kind
     yield (
         c.batch.seq_len > model.max_position_embeddings,

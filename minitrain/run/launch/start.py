@@ -18,7 +18,6 @@ from minitrain.formats.peft import fill_adapters
 from minitrain.models.lora import is_adapter
 from minitrain.parallel.agreement import FOR_EVER, gather
 from minitrain.parallel.mesh import Meshes, build_meshes
-from minitrain.parallel.shards import local_shard
 from minitrain.run.config.environment import env_int, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import to_dict
@@ -151,12 +150,12 @@ def fill_weights(config: Config, model: Module) -> None:
     path = config.model.path
     lora = config.lora
     if path:
-        load_weights(model, path, local_shard)
+        load_weights(model, path)
         initialize(model, config.seed, is_adapter)
     else:
         initialize(model, config.seed)
     if lora and lora.path:
-        fill_adapters(model, lora, lora.path, local_shard)
+        fill_adapters(model, lora, lora.path)
 
 
 def check_device(config: Config, device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from minitrain.errors import naming
-from minitrain.formats.config_hf import not_trained_with
+from minitrain.formats.config_hf import export_fault, not_trained_with
 from minitrain.formats.peft import other_dropout, unreadable_note
 from minitrain.grpo.rewards import load_function
 from minitrain.parallel.agreement import broadcast, lead
@@ -89,6 +89,8 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
         )
     if first:
         return notes
+    if config.task != "diffusion" and not config.lora and (fault := export_fault(shape)):
+        notes.append(f"note: {fault}: it will be saved for minitrain alone, not for transformers")
     if not config.model.path and (config.lora or config.task in ("sft", "grpo", "dpo")):
         notes.append("note: what is fine-tuned are random weights (model=FOLDER names others)")
     if config.task != "diffusion" and (left_out := ", ".join(not_trained_with(shape))):

@@ -1,4 +1,4 @@
-"""Generate the latents of videos, and draw those of the toy world."""
+"""Generate the latents of videos, and draw those of a toy world."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minitrain.data.video import shapes
+from minitrain.data.toys import World, load_toy
 from minitrain.data.video.latents import check_shapes, model_shapes
 from minitrain.errors import InputError, located
 from minitrain.models.wan import Wan
@@ -49,31 +49,30 @@ def check_prompts(
         check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted)
 
 
-def draw_shapes(
+def draw_world(
     model: Wan,
+    name: str,
     path: str | Path,
     steps: int = 12,
     guidance: float = 4.0,
     write: bool = True,
     **way,
 ) -> str:
-    """Write a PNG of what the model draws for every prompt of the toy world.
+    """Write a picture of what the model draws for every prompt of a toy world.
 
     Returns how much is right, in words.
     write: all ranks of a sharded model draw, but one is to write.
     """
+    world: World = load_toy(name)()
     channels = model.config.out_channels
-    if channels != shapes.CHANNELS:
+    if channels != world.channels:
         raise InputError(
-            f"--prompts shapes: their latents have {shapes.CHANNELS} channels, the model's {channels}"
+            f"--prompts {name}: their latents have {world.channels} channels, the model's {channels}"
         )
-    world = shapes.ShapesWorld()
-    prompts = shapes.all_prompts()
-    text = {"text": torch.stack([shapes.embed_text(words) for words in prompts])}
-    size = shapes.FRAMES, shapes.SIZE // shapes.PATCH, shapes.SIZE // shapes.PATCH
-    check_prompts(text, model, size, "shapes")
-    videos = world.decode(generate(model, text, size, steps=steps, guidance=guidance, **way))
+    text = {"text": world.prompts()}
+    check_prompts(text, model, world.size, name)
+    latents = generate(model, text, world.size, steps=steps, guidance=guidance, **way)
     if write:
-        shapes.write_sheet(path, videos, [" ".join(words) for words in prompts])
-    score = [f"{name} {share:.0%}" for name, share in world.judge(videos, prompts).items()]
+        world.draw(path, latents)
+    score = [f"{what} {share:.0%}" for what, share in world.score(latents).items()]
     return f"{path}: right in {', '.join(score)}"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from minitrain.data.datasets import open_dataset, with_steps
 from minitrain.data.files import has_tokenizer
 from minitrain.data.tokenizer import check_same_ids
+from minitrain.data.toys import TOYS
 from minitrain.errors import refused
 from minitrain.formats.hf import find_weights
 from minitrain.run.checkpoint.checkpointer import Checkpointer, resume, save_step
@@ -20,7 +21,7 @@ from minitrain.run.launch.lock import locked
 from minitrain.run.launch.start import checkpoint_group, make_trainer, start
 from minitrain.run.monitor.health import batch_origin
 from minitrain.run.monitor.progress import bits_per_byte, opening
-from minitrain.run.tasks.draw_videos import draw_shapes
+from minitrain.run.tasks.draw_videos import draw_world
 from minitrain.run.tasks.exact_match import exact_match
 from minitrain.run.tasks.exports import check_free_of_others, export, with_ids_of_data
 from minitrain.run.tasks.grpo_task import Run
@@ -80,7 +81,9 @@ class RowsTask:
             self.trainer.prepare(self.held_out, config.validation.batches)
         self.averaged = partial(averaged_weights, self.trainer.model, self.trainer.optimizer)
         # one rank writes what all draw
-        self.draw = partial(draw_shapes, self.trainer.model, write=dist.get_rank() == 0)
+        self.draw = partial(
+            draw_world, self.trainer.model, config.data.kind, write=dist.get_rank() == 0
+        )
         self.first, self.last = resume(self.checkpointer, config, self.trainer)
         self.notes = check_averages(self.trainer.optimizer, config.optim, self.first)
 
@@ -88,7 +91,7 @@ class RowsTask:
         yield from self.notes
         if about := getattr(self.data, "about", None):
             yield about
-        if self.config.data.kind == "shapes" and not self.first:
+        if self.config.data.kind in TOYS and not self.first:
             yield self.draw(self.folder / "before.png")
 
     def steps(self, first: int) -> Iterator[dict[str, float]]:
@@ -120,6 +123,6 @@ class RowsTask:
 
     def end(self) -> Iterator[str]:
         with self.averaged():
-            if self.config.data.kind == "shapes":
+            if self.config.data.kind in TOYS:
                 yield self.draw(self.folder / "after.png")
             export(self.trainer, self.config, self.folder, getattr(self.data, "asks", None))

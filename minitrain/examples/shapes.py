@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minitrain.hashing import nth
 
-COLOURS = {
+COLORS = {
     "red": (1, 0.15, 0.1),
     "green": (0.1, 0.9, 0.2),
     "blue": (0.15, 0.3, 1),
@@ -56,7 +56,7 @@ class Clip(NamedTuple):
 
 
 def all_prompts() -> list[tuple[str, str, str]]:
-    return list(itertools.product(COLOURS, SHAPES, DIRECTIONS))
+    return list(itertools.product(COLORS, SHAPES, DIRECTIONS))
 
 
 def all_clips() -> list[Clip]:
@@ -71,14 +71,14 @@ def all_clips() -> list[Clip]:
 
 def render(clip: Clip) -> np.ndarray:
     """Return fp32 [frames, height, width, 3] between 0 and 1, with soft edges, on black."""
-    colour, shape, direction = clip.words
+    color, shape, direction = clip.words
     pixels = np.arange(SIZE) + 0.5
     frames = []
     for t in range(FRAMES):
         dx = np.abs(pixels[None, :] - clip.x - DIRECTIONS[direction][0] * SPEED * t)
         dy = np.abs(pixels[:, None] - clip.y - DIRECTIONS[direction][1] * SPEED * t)
         covered = np.clip(0.5 - distance(shape, dx, dy), 0, 1)
-        frames.append(covered[..., None] * np.array(COLOURS[colour]))
+        frames.append(covered[..., None] * np.array(COLORS[color]))
     return np.stack(frames).astype(np.float32)
 
 
@@ -100,6 +100,9 @@ def embed_text(words: tuple[str, ...]) -> Tensor:
 
 class ShapesWorld:
     """All clips, as a dataset of latents and texts, and as the judge of generated latents."""
+
+    channels = CHANNELS
+    size = FRAMES, SIZE // PATCH, SIZE // PATCH
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -143,6 +146,18 @@ class ShapesWorld:
         pixels = pixels.movedim(2, -1)
         return pixels.clamp(0, 1).float()
 
+    def prompts(self) -> Tensor:
+        """Return fp32 [48, 3, TEXT_DIM]: the texts of `all_prompts`."""
+        return torch.stack([embed_text(words) for words in all_prompts()])
+
+    def draw(self, path: str | Path, latents: Tensor) -> None:
+        """Write the videos of latents [48, ...], one for each prompt, as a sheet of pictures."""
+        write_sheet(path, self.decode(latents), [" ".join(words) for words in all_prompts()])
+
+    def score(self, latents: Tensor) -> dict[str, float]:
+        """Return what `judge` says of latents [48, ...], one for each prompt."""
+        return self.judge(self.decode(latents), all_prompts())
+
     def judge(self, videos: Tensor, prompts: list[tuple[str, str, str]]) -> dict[str, float]:
         """Return the share of prompts whose color, shape, direction the nearest clip has.
 
@@ -152,14 +167,14 @@ class ShapesWorld:
         found = [self.clips[i].words for i in nearest.tolist()]
         # [prompts, 3]
         right = np.array(found) == np.array(prompts)
-        return dict(zip(("colour", "shape", "direction"), right.mean(0).tolist(), strict=True))
+        return dict(zip(("color", "shape", "direction"), right.mean(0).tolist(), strict=True))
 
     def _cut(self, videos: Tensor) -> Tensor:
         """Cut [batch, frames, height, width, 3] to [batch, frames, rows, columns, 3 * PATCH * PATCH]."""
         return F.pixel_unshuffle(videos.movedim(-1, 2), PATCH).movedim(2, -1)
 
 
-# ------------------------------------------------------------------------------------------------------------ pictures
+# --- pictures
 
 
 def write_sheet(path: str | Path, videos: Tensor, captions: list[str]) -> None:
