@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from minitrain import settings, train
+from minitrain.__main__ import FILES
 from minitrain.errors import InputError
 from minitrain.run.config.config_yaml import read_yaml
 from minitrain.run.config.describe import SECTIONS, annotate, comments, describe_section
@@ -110,12 +111,10 @@ sys.exit("torch" in sys.modules)
         "train --config quickstart model.hidden=1",
         "train --config quickstart model=llama3-9b",
         "train --confg x",
-        "generate --help",
         "generate --task diffusion --help",
-        "generate",
-        "merge --help",
-        "bench --help",
         "nothing",
+        *(f"{name} --help" for name in FILES),
+        *(f"{name} --typo" for name in FILES),
     ],
 )
 def test_help_and_mistyped_words_do_not_wait_for_torch(words):
