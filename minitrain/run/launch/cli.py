@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from minitrain.errors import InputError, refused, tell_torchrun
+from minitrain.errors import InputError, refused
+from minitrain.run.config.environment import tell_torchrun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

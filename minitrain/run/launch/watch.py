@@ -32,8 +32,8 @@ from multiprocessing.connection import wait
 
 import torch.distributed as dist
 
-from minitrain.errors import tell_torchrun
 from minitrain.parallel.agreement import broadcast, broadcast_flag
+from minitrain.run.config.environment import tell_torchrun
 from minitrain.run.launch.rendezvous import default_store
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
