@@ -37,6 +37,6 @@ def main(arguments: list[str]) -> None:
 
         return print("\n".join(annotate(config)))
     # brings torch, which takes seconds: --help and a mistyped key are answered before
-    from minitrain.run.tasks.rows_task import train
+    from minitrain.run.tasks.train_model import train
 
     train(config)
