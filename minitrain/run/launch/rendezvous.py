@@ -37,8 +37,6 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     Raises InputError if the environment says only part of what torchrun would say, or what cannot
     be; or if this rank meets nobody, as where a port is another run's.
     """
-    if "WORLD_SIZE" not in os.environ:
-        return dist.HashStore(), 0, 1
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in needed if name not in os.environ]:
         said = f"WORLD_SIZE is set without {', '.join(missing)}"

@@ -41,7 +41,8 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
     else:
         tensors = full_tensors(model, wanted)
     # while rank 0 writes; the watch sees those that die
-    wait_for_ever()
+    if dist.get_world_size() > 1:
+        wait_for_ever()
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
