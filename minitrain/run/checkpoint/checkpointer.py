@@ -240,6 +240,8 @@ def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tupl
             f"checkpoint.resume=false, but {folder} holds checkpoints (use another out_dir)"
         )
     extra = checkpointer.load(trainer.model, trainer.optimizer)
+    if extra is None:
+        return 0, {}
     counted = "reward" if config.task == "grpo" else "tokens"
     return resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
 
