@@ -104,7 +104,6 @@ sys.exit("torch" in sys.modules)
 @pytest.mark.parametrize(
     "words",
     [
-        "train --help",
         "train --help model",
         "train --config quickstart optim.lrr=1",
         "train --config quickstart lr=1",

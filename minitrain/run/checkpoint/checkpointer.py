@@ -235,13 +235,13 @@ def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tupl
     Raises InputError if there is one and the config forbids to resume.
     """
     folder = checkpointer.folder
-    if not config.checkpoint.resume and checkpointer.latest() is not None:
+    if lead(checkpointer.group, checkpointer.latest) is None:
+        return 0, {}
+    if not config.checkpoint.resume:
         raise InputError(
             f"checkpoint.resume=false, but {folder} holds checkpoints (use another out_dir)"
         )
     extra = checkpointer.load(trainer.model, trainer.optimizer)
-    if extra is None:
-        return 0, {}
     counted = "reward" if config.task == "grpo" else "tokens"
     return resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
 

@@ -38,7 +38,7 @@ PAUSE = 30.0
 
 
 class MetricsLog:
-    """Appends steps to FILE as they come, each flushed at once.
+    """Append steps to a file as they come, each flushed at once.
 
     A resumed run drops the steps that it will repeat.
     bytes_per_token: of the text that is trained on, if it is known.
@@ -50,33 +50,49 @@ class MetricsLog:
         # called with each step's numbers, and at the end
         self.loggers: list[Callable[[dict], None]] = []
         self.closers: list[Callable[[], None]] = []
-        found, strange = read_lines(file) if start and self.enabled else ([], 0)
-        kept = [line for line in found if line["step"] <= start]
-        steps_kept = {line["step"] for line in kept}
         # of the newest steps
-        losses = [line["loss"] for line in kept if isinstance(line.get("loss"), float)]
-        self.losses = deque(losses, maxlen=WINDOW)
+        self.losses = deque(maxlen=WINDOW)
         # how many updates each step skipped
-        self.skips = [line.get("skipped", 0) for line in kept]
+        self.skips = []
         # did the run end between step `start`'s checkpoint and its line?
-        self.lacks_last = start > 0 and start not in steps_kept
+        self.lacks_last = False
         if not self.enabled:
             return
+        notes = []
+        kept = []
+        if start:
+            kept, notes = self.take_up(file, start)
         write_durably(file, "".join(map(to_line, kept)))
         self.best = max(map(goodness, kept), default=-math.inf)
         self.file = file.open("a", encoding="utf-8")
-        done = start - self.lacks_last
         # disable=None: unless it is a terminal
         self.bar = tqdm(
-            total=steps, initial=done, ncols=bar_width(), bar_format=LAYOUT, disable=None
+            total=steps,
+            initial=start - self.lacks_last,
+            ncols=bar_width(),
+            bar_format=LAYOUT,
+            disable=None,
         )
         self.next_line = time.monotonic()
-        if lost := done - len(steps_kept):
-            self.say(f"note: {file} lacks {lost} of the {start} steps that are done")
+        for note in notes:
+            self.say(note)
+
+    def take_up(self, file: Path, start: int) -> tuple[list[dict], list[str]]:
+        """Return the lines up to step `start` that a run has left, and what to tell of others."""
+        found, strange = read_lines(file)
+        kept = [line for line in found if line["step"] <= start]
+        steps = {line["step"] for line in kept}
+        self.losses += [line["loss"] for line in kept if isinstance(line.get("loss"), float)]
+        self.skips = [line.get("skipped", 0) for line in kept]
+        self.lacks_last = start not in steps
+        notes = []
+        if lost := start - self.lacks_last - len(steps):
+            notes.append(f"note: {file} lacks {lost} of the {start} steps that are done")
         if strange:
-            self.say(
+            notes.append(
                 f"note: lines of {file} that were not the numbers of a step are gone: {strange}"
             )
+        return kept, notes
 
     def step(self, numbers: dict) -> None:
         """Store one step's numbers, with every digit of their floats, and show the main ones."""

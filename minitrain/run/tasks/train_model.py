@@ -32,7 +32,8 @@ def train(config: Config) -> None:
     """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
     check_layout(config, world_size())
     config = with_ids_of_data(config)
-    check_sources(config)
+    if config.model.path or (config.lora and config.lora.path):
+        check_sources(config)
     folder = Path(config.out_dir)
     check_free_of_others(config, folder)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
@@ -54,17 +55,15 @@ def train(config: Config) -> None:
 
 def check_sources(config: Config) -> None:
     """Raise InputError if files to start from are missing, or are of another tokenizer."""
-    path = config.model.path
-    adapters = config.lora and config.lora.path
-    if path:
-        from minitrain.formats.hf import find_weights
+    from minitrain.data.tokenizer import check_same_ids
+    from minitrain.formats.hf import find_weights
 
+    path = config.model.path
+    if path:
         # before room is made for them
         find_weights(config.model.config, path)
-    for source in filter(None, (path, adapters)):
+    for source in filter(None, (path, config.lora and config.lora.path)):
         if has_tokenizer(config):
-            from minitrain.data.tokenizer import check_same_ids
-
             check_same_ids(config.data.tokenizer, source, "data.tokenizer=")
 
 
@@ -84,7 +83,8 @@ def open_log(task) -> MetricsLog:
         if not first:
             notes += keep_earlier(folder)
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, task.bytes_per_token)
-    add_loggers(log, config, folder, first)
+    if config.metrics.tensorboard or config.metrics.logger:
+        add_loggers(log, config, folder, first)
     if first:
         notes.append(f"resumed from step {first}")
     if first >= config.steps:
