@@ -1,4 +1,4 @@
-"""The package's command lines by one name, as `pip install` puts it beside python:
+"""Run a command of the package by one name, as `pip install` puts it beside python:
 
   minitrain tokenize      turns texts into token files
   minitrain encode-video  turns videos into latents

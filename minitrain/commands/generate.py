@@ -1,6 +1,6 @@
-"""Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT, streamed to the
-terminal; or answer a file of prompts, with --prompts; or converse, with --chat alone.
+"""Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT.
 
+The text is streamed to the terminal. --prompts answers a file of prompts, --chat alone converses.
 DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's
 out_dir. With --n, the samples are made together and shown one after the other. With --task
 diffusion, DIR is a Wan model, and videos come out: see --task diffusion --help.

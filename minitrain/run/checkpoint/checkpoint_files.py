@@ -43,7 +43,8 @@ BLOCK = 1 << 22
 FILE_PATIENCE = 60.0
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO)
 
-Sum = list[int]  # a file's size in bytes and CRC-32
+# a file's size in bytes and CRC-32
+Sum = list[int]
 
 
 class Damaged(InputError):

@@ -62,7 +62,7 @@ def to_yaml(tree: dict) -> str:
 
 
 def read_yaml(text: str, where: str) -> Any:
-    """Parse YAML. Raise InputError with file, line and column for a syntax error."""
+    """Parse YAML. Raises InputError with file, line and column for a syntax error."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -74,7 +74,7 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def read_tree(path: str | Path) -> dict:
-    """Return a config file as nested dicts. Raise InputError where there is none."""
+    """Return a config file as nested dicts. Raises InputError where there is none."""
     if not os.path.exists(path):
         raise InputError(f"config file {path} does not exist")
     with refused(f"config file {path} cannot be read"):
@@ -153,7 +153,7 @@ def as_mapping(word: str, key: str) -> dict:
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """Return `value` as a `kind`. Raise InputError, which names the key `where`, if it is none."""
+    """Return `value` as a `kind`. Raises InputError, which names the key `where`, if it is none."""
     if isinstance(value, Word):
         value = _read_word(value, kind, f"argument {_shortened(f'{where}={value}')!r}")
     if dataclasses.is_dataclass(kind):

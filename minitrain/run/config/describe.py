@@ -28,7 +28,7 @@ def list_settings() -> str:
 
 
 def describe_section(name: str) -> str:
-    """Return a section's keys at their defaults. Raise InputError for a name that is none."""
+    """Return a section's keys at their defaults. Raises InputError for a name that is none."""
     check_known(name, SECTIONS, "--help")
     section = getattr(DEFAULTS, name)
     lines = [inspect.getdoc(type(section)), "", f"{name}:", *annotate(section, "  ")]

@@ -1,6 +1,4 @@
-"""The shared parts of the command lines: a mistake as one line and exit code 2, and a clean end of the
-processes.
-"""
+"""Run command lines: a mistake is one line and exit code 2, and processes end cleanly."""
 
 import argparse
 import errno
@@ -57,7 +55,8 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
             )
         return value
 
-    parse.__name__ = kind.__name__  # which argparse shows for what is not a number
+    # which argparse shows for what is not a number
+    parse.__name__ = kind.__name__
     return parse
 
 
@@ -76,7 +75,7 @@ def config_path(text: str) -> str:
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """Raises InputError if the file of an option cannot be written: what fills it takes minutes."""
+    """Raise InputError if the file of an option cannot be written: what fills it takes minutes."""
     if file is None:
         return
     path = Path(file)
@@ -84,7 +83,8 @@ def check_writable(option: str, file: str | None) -> None:
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
-            path.unlink(missing_ok=True)  # other ranks do the same
+            # other ranks do the same
+            path.unlink(missing_ok=True)
 
 
 def use_huge_pages() -> None:
@@ -92,16 +92,15 @@ def use_huge_pages() -> None:
 
     Decoding on the CPU, which reads all weights at every step, is 1.1 times as fast with them.
     """
-    os.environ.setdefault(
-        "THP_MEM_ALLOC_ENABLE", "1"
-    )  # of Linux's transparent huge pages, by torch's allocator
+    # of Linux's transparent huge pages, by torch's allocator
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing
-    disk, in one line.
+    """Run a command line's `main(arguments)` and exit.
 
-    Where another rank has died, that is the line, not what it led to here.
+    The code is 0; 2 after an InputError or a failing disk, told in one line; 130 after Ctrl-C; 1
+    after all else. Where another rank has died, that is the line, not what it led to here.
     """
     sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
     arguments = sys.argv[1:]
@@ -126,7 +125,8 @@ def run(main: Callable[[list[str]], None]) -> None:
             from minitrain.run.launch import watch
 
             watch.await_verdict(error)
-        sys.stdout.flush()  # once this mistake is told, other ranks end this process
+        # once this mistake is told, other ranks end this process
+        sys.stdout.flush()
         if line is None or "--debug" in arguments:
             traceback.print_exc()
         if line:
@@ -174,10 +174,10 @@ class Display:
             stream.reconfigure(
                 errors="backslashreplace", line_buffering=True, write_through=False
             )
-            with suppress(OSError):  # is in memory
-                os.set_blocking(
-                    stream.fileno(), True
-                )  # else a pipe that its reader has let fill up is an error
+            # a stream in memory has no number
+            with suppress(OSError):
+                # else a pipe that its reader has let fill up is an error
+                os.set_blocking(stream.fileno(), True)
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)

@@ -120,8 +120,7 @@ def join(device: torch.device) -> None:
 
 
 def be_deterministic() -> None:
-    """Make the same run again the same to the bit (`deterministic: true`): on the same machine,
-    layout and versions.
+    """Make the same run again the same to the bit, on the same machine, layout and versions.
 
     Data, initial weights, dropout and samples are functions of the seed anyway. What is left are
     kernels that add up in whatever order their threads come, mostly on GPUs. torch then takes
