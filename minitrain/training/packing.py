@@ -6,6 +6,7 @@ samples are much shorter than a row, hardly any slot stays empty.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,18 @@ from minitrain.training.loss import IGNORE
 
 # tensors by name: of a row [seq, ...], of several [rows, seq, ...]
 Batch = dict[str, Tensor]
+
+
+class Dataset(Protocol):
+    """Rows by number, the same whenever they are read: see data/README.md."""
+
+    def __len__(self) -> int:
+        """Return the number of rows in an epoch."""
+
+    def row(self, number: int) -> Batch:
+        """Return a row, [seq] tensors by name. A number beyond the last is a later epoch's."""
+
+
 # values with which `pack_row` fills the end of rows of text
 PADDING = {"tokens": 0, "labels": IGNORE}
 
@@ -70,7 +83,7 @@ def pack_row(
     return {key: torch.from_numpy(column) for key, column in columns.items()}
 
 
-def rows(dataset, numbers: Iterable[int]) -> Batch:
+def rows(dataset: Dataset, numbers: Iterable[int]) -> Batch:
     """Stack rows `numbers` of a dataset: each value is [len(numbers), ...]."""
     return stack([dataset.row(n) for n in numbers])
 
