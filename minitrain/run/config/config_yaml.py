@@ -30,7 +30,7 @@ REPLACED = (*NUMBERS, f"{TAG}timestamp")
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the numbers of YAML 1.2, which refuses a key that is given twice."""
 
-    def compose_mapping_node(self, anchor):
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         # here, since later on what is merged into a mapping stands beside its own keys
         node = super().compose_mapping_node(anchor)
         words = [key.value for key, _ in node.value]

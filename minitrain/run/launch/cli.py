@@ -9,12 +9,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
 from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import tell_torchrun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+# type, or list of choices; default, or ... where it must be given; help
+Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -22,31 +24,32 @@ class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsH
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with `--debug`; its own complaints are one line too.
+    """argparse with `--debug`; its own complaints are one line too."""
 
-    options: each as (type, or list of choices; default, or ... where it must be given; help).
-    """
-
-    def __init__(self, options=(), **kwargs):
+    def __init__(self, options: dict[str, Option] | None = None, **kwargs):
         super().__init__(formatter_class=Formatter, **kwargs)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        for name, (kind, default, text) in dict(options).items():
+        for name, (kind, default, text) in (options or {}).items():
             way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
             given = {"required": True} if default is ... else {"default": default}
             self.add_argument(name, help=text, **given, **way)
 
-    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+    def parse_args(
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parse words and options in any order; argparse itself takes only one run of words."""
         return self.parse_intermixed_args(args, namespace)
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see --help)")
 
 
-def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
+def positive(
+    kind: type, zero: bool = False, most: float = sys.float_info.max
+) -> Callable[[str], float]:
     """Return an argparse type: a number above 0 (or at least 0), and at most `most`."""
 
-    def parse(text: str):
+    def parse(text: str) -> float:
         value = kind(text)
         if not (0 <= value <= most if zero else 0 < value <= most):
             limit = "finite" if most == sys.float_info.max else f"at most {most:,}"
@@ -188,7 +191,7 @@ class Display:
     def flush(self) -> None:
         self._attempt(self.stream.flush)
 
-    def _attempt(self, function: Callable, *arguments):
+    def _attempt(self, function: Callable, *arguments) -> Any:
         try:
             return function(*arguments)
         except OSError as error:

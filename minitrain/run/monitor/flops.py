@@ -31,6 +31,7 @@ from minitrain.models.router import Router
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.settings import TARGETS, Config, Lora
+from minitrain.training.packing import Dataset
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def flops_per_token(
     return convention(count_work(config, adapters), seq_len)
 
 
-def count_flops(config: Config, convention, visible: float = 1.0) -> float:
+def count_flops(config: Config, convention: Convention, visible: float = 1.0) -> float:
     """Return the FLOPs of a training step per token.
 
     For diffusion there is one convention, which counts what is computed.
@@ -237,15 +238,18 @@ def policy_flops(config: Config) -> Callable[[int], float]:
     return per_token
 
 
-def step_flops(config: Config, dataset) -> Callable[[int], float]:
-    """Return a function from the tokens of a step to its FLOPs per token (of videos, per patch)."""
+def step_flops(config: Config, dataset: Dataset | None) -> Callable[[int], float]:
+    """Return a function from the tokens of a step to its FLOPs per token (of videos, per patch).
+
+    dataset: whose first row shows what a row costs; None for GRPO.
+    """
     if config.task == "grpo":
         return policy_flops(config)
     flops = count_flops(config, clean, visible_share(dataset))
     return lambda tokens: flops
 
 
-def visible_share(dataset) -> float:
+def visible_share(dataset: Dataset) -> float:
     """Return the share of the causal pairs in a row whose tokens are of one document.
 
     It is measured on the first row.

@@ -17,6 +17,7 @@ from statistics import median
 
 from minitrain.errors import InputError
 from minitrain.settings import Config
+from minitrain.training.packing import Dataset
 
 WINDOW = 100
 LEAST_LOSSES = 20
@@ -97,7 +98,7 @@ def not_finite(numbers: dict) -> str:
     return f"loss={numbers['loss']} or grad_norm={numbers['grad_norm']} is not finite"
 
 
-def batch_origin(dataset, rows: int, step: int) -> str:
+def batch_origin(dataset: Dataset, rows: int, step: int) -> str:
     """Return which `rows` of the dataset step 1, 2, ... took.
 
     Where the first of them come from is told, if the dataset knows.
