@@ -41,8 +41,7 @@ VIDEOS = {
     "--guidance": (positive(float, zero=True), 5.0, "1: none, in half the time"),
     "--dtype": (["fp32", "bf16"], None, "of the weights; by default the files'"),
 }
-VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts
-FILE --out FILE.
+VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR ...
 
 DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want
 --dtype bf16 on a GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a
