@@ -29,15 +29,12 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+# before torch 2.13 its compiler's import ends for a user without a name: one whom a container's
+# /etc/passwd does not have, as OpenShift makes up
 try:
     getpass.getuser()
-except (
-    KeyError,
-    OSError,
-):  # a container's user whom its /etc/passwd does not have, as OpenShift makes up
-    os.environ["LOGNAME"] = (
-        f"uid{os.getuid()}"  # before torch 2.13 its compiler's import ends without a name
-    )
+except (KeyError, OSError):
+    os.environ["LOGNAME"] = f"uid{os.getuid()}"
 
 _HOMES = {
     "load_pretrained": "formats.hf",

@@ -1,15 +1,14 @@
-"""The package's command lines by one name, as `pip install` puts it beside python:
+"""Run a command of the package by one name, as `pip install` puts it beside python:
 
-  minitrain tokenize   turns texts into token files
-  minitrain encode-video
-                       turns videos into latents
-  minitrain train      as python -m minitrain.train
-  minitrain curves     draws the curves of runs into one picture
-  minitrain export     writes a checkpoint of a run as a model
-  minitrain evaluate   measures a model on held-out texts or chats
-  minitrain generate   as python -m minitrain.generate
-  minitrain merge      as python -m minitrain.merge
-  minitrain bench      as python bench.py in a clone
+  minitrain tokenize      turns texts into token files
+  minitrain encode-video  turns videos into latents
+  minitrain train         as python -m minitrain.train
+  minitrain curves        draws the curves of runs into one picture
+  minitrain export        writes a checkpoint of a run as a model
+  minitrain evaluate      measures a model on held-out texts or chats
+  minitrain generate      as python -m minitrain.generate
+  minitrain merge         as python -m minitrain.merge
+  minitrain bench         as python bench.py in a clone
 
 Each tells its options with --help. On several GPUs: torchrun --nproc_per_node 8 -m minitrain train
 ...
@@ -20,16 +19,17 @@ from importlib import import_module
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
 
+# a command's file, in commands/
 FILES = {
-    "tokenize": "commands.tokenize",
-    "encode-video": "commands.encode_video",
-    "train": "commands.train",
-    "curves": "commands.curves",
-    "export": "commands.export",
-    "evaluate": "commands.evaluate",
-    "generate": "commands.generate",
-    "merge": "commands.merge_cli",
-    "bench": "commands.bench_cli",
+    "tokenize": "tokenize",
+    "encode-video": "encode_video",
+    "train": "train",
+    "curves": "curves",
+    "export": "export",
+    "evaluate": "evaluate",
+    "generate": "generate",
+    "merge": "merge",
+    "bench": "bench_cli",
 }
 
 
@@ -46,7 +46,7 @@ def dispatch(arguments: list[str]) -> None:
         raise InputError(
             f"minitrain {name}: first comes one of {', '.join(FILES)} (each has --help)"
         )
-    import_module(f"minitrain.{FILES[name]}").main(arguments[1:])
+    import_module(f"minitrain.commands.{FILES[name]}").main(arguments[1:])
 
 
 if __name__ == "__main__":

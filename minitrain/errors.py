@@ -1,24 +1,22 @@
-"""The one exception that means "the input is wrong, not the program"."""
+"""Tell a mistake in the input, which is none in the program: the one exception that means it."""
 
-import json
 import os
 import re
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 
 class InputError(Exception):
-    """A mistake in a config, a file or a checkpoint, told in one line: what was wrong, where, and
-    what would be right.
+    """A mistake in a config, a file or a checkpoint: what is wrong, where, what would be right.
 
     The command lines print the message and end with exit code 2; `--debug` shows the traceback too.
     Whatever it quotes from a file, the message is one printable line.
     """
 
-    LONGEST = 1000  # characters of it that are shown, half from either end
+    # characters of it that are shown, half from either end
+    LONGEST = 1000
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -39,8 +37,7 @@ def refuse(faults: Faults) -> None:
 
 
 def hub_hint(name: str, option: str, kind: str = "") -> str:
-    """Return how to get what a name may stand for on Hugging Face's hub; empty for what cannot be
-    one.
+    """Return how to get what a name may stand for on Hugging Face's hub; "" for what is none.
 
     kind: further words for the hub's command.
     """
@@ -51,20 +48,6 @@ def hub_hint(name: str, option: str, kind: str = "") -> str:
     ):
         return ""
     return f" (of the hub? hf download {name}{kind} --local-dir DIR, then {option}DIR)"
-
-
-def tell_torchrun(line: str) -> None:
-    """Write torchelastic's error file, with which torchrun's report ends; without torchrun,
-    nothing.
-    """
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # in seconds, of which the report takes the least: other ranks fail because of this one, and
-        # leave no file
-        when = str(int(time.time()) - 1)
-        with suppress(OSError):
-            Path(file).write_text(
-                json.dumps({"message": {"message": line, "extraInfo": {"timestamp": when}}})
-            )
 
 
 @contextmanager
@@ -78,9 +61,7 @@ def located(where: str | Path) -> Iterator[None]:
 
 @contextmanager
 def refused(problem: str) -> Iterator[None]:
-    """Raises InputError, with the problem and its reason, in place of an OSError, or of an error
-    about characters.
-    """
+    """Raise InputError, with the problem and its reason, for an OSError or wrong characters."""
     try:
         yield
     except (OSError, UnicodeError) as error:
@@ -88,6 +69,7 @@ def refused(problem: str) -> Iterator[None]:
 
 
 def readable(file: Path) -> AbstractContextManager[None]:
+    """Raise InputError that names the file where it cannot be read."""
     return refused(f"{file} cannot be read")
 
 

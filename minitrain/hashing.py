@@ -1,5 +1,4 @@
-"""Random bits from hashes of names and numbered places, so that they depend on no generator's
-state, order or layout.
+"""Hash names and numbered places to random bits, which depend on no generator, order or layout.
 
 The 32-bit mixer "lowbias32" (Wellons, "Prospecting for hash functions", 2018) is a bijection: each
 bit of the input changes each of the output with a probability within 0.2 % of one half.

@@ -1,4 +1,4 @@
-"""Every setting, by its YAML key. run/config/load.py reads them, run/config/checks.py checks them."""
+"""State every setting by its YAML key; run/config/load.py reads them, run/config/checks.py checks."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,10 +1,13 @@
 """How much of the package a step runs, and so how much a reader must open to follow one."""
 
-from tests.helpers.path import decoding_step, lines_on_path, training_step
+from tests.helpers.path import decoding_step, lines_on_path, train_command, training_step
 
 DECODING_FUNCTIONS = 50
 TRAINING_FILES = 10
 TRAINING_LINES = 0.35  # share on the path
+# of `minitrain train`, which a plain run should not need more of for features that are off
+COMMAND_FILES = 71
+COMMAND_LINES = 4_300
 
 
 def test_a_decoding_step_is_few_functions():
@@ -18,3 +21,10 @@ def test_a_training_step_is_few_files_and_much_of_them():
     on_path, total = lines_on_path(called)
     assert 5 < len(called) <= TRAINING_FILES
     assert on_path / total >= TRAINING_LINES
+
+
+def test_a_plain_run_is_not_asked_for_what_is_off():
+    called = train_command()
+    on_path, _ = lines_on_path(called)
+    assert 40 < len(called) <= COMMAND_FILES
+    assert 2_000 < on_path <= COMMAND_LINES

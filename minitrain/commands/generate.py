@@ -1,12 +1,10 @@
-"""Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT, streamed to the
-terminal; or answer a file of prompts, with --prompts; or converse, with --chat alone.
+"""Continue a prompt: python -m minitrain.generate --model DIR --prompt TEXT.
 
+The text is streamed to the terminal. --prompts answers a file of prompts, --chat alone converses.
 DIR is any model folder in Hugging Face layout with a tokenizer.json, such as a training run's
 out_dir. With --n, the samples are made together and shown one after the other. With --task
 diffusion, DIR is a Wan model, and videos come out: see --task diffusion --help.
 """
-
-from importlib import import_module
 
 from minitrain.run.launch import cli
 from minitrain.run.launch.cli import home_path, positive
@@ -32,21 +30,9 @@ TEXT = {
     "--n": (positive(int, most=1 << 16), 1, "how many samples"),
 }
 VIDEOS = {
-    "--prompts": (
-        home_path,
-        ...,
-        "a safetensors file, or shapes, or lines of text with --encoders",
-    ),
-    "--out": (
-        home_path,
-        ...,
-        "file for the latents, the picture of shapes (.apng beside it moves), or an .mp4",
-    ),
-    "--encoders": (
-        home_path,
-        None,
-        "a pipeline's folder: its encoders read lines of text, and make the .mp4",
-    ),
+    "--prompts": (home_path, ..., "a safetensors file, shapes, or with --encoders lines of text"),
+    "--out": (home_path, ..., "for latents; for shapes a picture; with --encoders an .mp4"),
+    "--encoders": (home_path, None, "a pipeline's folder, which reads text and makes the .mp4"),
     "--negative": (str, "", "with --encoders: the text that guidance leads away from"),
     "--text-tokens": (COUNT, 512, "texts are padded to this many tokens"),
     "--sampler": (["euler", "unipc"], "unipc", "of the flow"),
@@ -55,8 +41,7 @@ VIDEOS = {
     "--guidance": (positive(float, zero=True), 5.0, "1: none, in half the time"),
     "--dtype": (["fp32", "bf16"], None, "of the weights; by default the files'"),
 }
-VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR --prompts
-FILE --out FILE.
+VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR ...
 
 DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want
 --dtype bf16 on a GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a
@@ -76,31 +61,23 @@ def main(arguments: list[str]) -> None:
     chooser = cli.Parser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--task", choices=["text", "diffusion"], default="text")
     chosen, rest = chooser.parse_known_args(arguments)
+    name = "python -m minitrain.generate"
+    # a task's own file brings torch, which takes seconds
     if chosen.task == "text":
-        module = "generate_text"
-        parser = cli.Parser(
-            TEXT | COMMON, prog="python -m minitrain.generate", description=__doc__
-        )
-        parser.add_argument(
-            "--chat", action="store_true", help="answer, without --prompt line after line"
-        )
-        parser.add_argument(
-            "--stop", action="append", default=[], help="end after it (repeatable)"
-        )
+        parser = cli.Parser(TEXT | COMMON, prog=name, description=__doc__)
+        add = parser.add_argument
+        add("--chat", action="store_true", help="answer, without --prompt line after line")
+        add("--stop", action="append", default=[], help="end after it (repeatable)")
+        options = parser.parse_args(rest)
+        from minitrain.commands.generate_text import generate_text
+
+        generate_text(options)
     else:
-        module = "generate_video"
-        parser = cli.Parser(
-            VIDEOS | COMMON,
-            prog="python -m minitrain.generate --task diffusion",
-            description=VIDEO,
-        )
+        parser = cli.Parser(VIDEOS | COMMON, prog=f"{name} --task diffusion", description=VIDEO)
         parser.add_argument(
             "--size", type=COUNT, nargs=3, help="frames, height, width of latents"
         )
-    options = parser.parse_args(rest)
-    # brings torch, which takes seconds
-    import_module(f"minitrain.commands.{module}").run(options)
+        options = parser.parse_args(rest)
+        from minitrain.commands.generate_video import generate_videos
 
-
-if __name__ == "__main__":
-    cli.run(main)
+        generate_videos(options)

@@ -23,7 +23,7 @@ from minitrain.run.launch import cli
 from minitrain.run.launch.start import pick_device
 
 
-def run(options: Namespace) -> None:
+def generate_text(options: Namespace) -> None:
     """Continue or answer --prompt, each of --prompts, or with --chat alone line after line."""
     cli.use_huge_pages()
     check_folders(options)

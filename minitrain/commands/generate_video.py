@@ -21,7 +21,7 @@ from minitrain.run.tasks.draw_videos import check_prompts, draw_world, generate
 VIDEO_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def run(options: Namespace) -> None:
+def generate_videos(options: Namespace) -> None:
     """Write what the model makes of --prompts to --out."""
     out = Path(options.out)
     prompts_file = Path(options.prompts)

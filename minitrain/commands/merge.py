@@ -1,63 +1,87 @@
-"""Write a model with its adapters merged into it: what python -m minitrain.merge does."""
+"""Add adapters to the weights that they belong to: python -m minitrain.merge --help.
+
+--model is a folder in Hugging Face layout. --adapter is a folder in PEFT's format, such as a LoRA
+run's out_dir; for Wan it can also be a file as diffusers, ComfyUI or musubi-tuner write it. --out
+becomes a model like any other, in the base model's type. Its tokenizer and chat template are the
+adapter's, or else the base model's.
+"""
 
 import shutil
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
-from minitrain.data.chat.chat_templates import choose_template
-from minitrain.data.chat.chats import end_of_reply
-from minitrain.data.tokenizer import (
-    CHAT_TEMPLATE,
-    Tokenizer,
-    check_free_of_tokenizer,
-    check_same_ids,
-    load_tokenizer,
-    tokenizer_folder,
-)
 from minitrain.errors import InputError
-from minitrain.formats.config_hf import end_also_at
-from minitrain.formats.hf import save_pretrained
-from minitrain.formats.peft import load_merged
-from minitrain.models.decoder import Decoder
+from minitrain.run.launch import cli
+
+if TYPE_CHECKING:
+    from minitrain.data.tokenizer import Tokenizer
+
+OPTIONS = dict.fromkeys(
+    ("--model", "--adapter", "--out"), (cli.home_path, ..., "a folder: see above")
+)
 
 
-def merge(options: Namespace) -> None:
-    """Add --adapter to --model's weights and write the result to --out."""
+def main(arguments: list[str]) -> None:
+    parser = cli.Parser(OPTIONS, prog="python -m minitrain.merge", description=__doc__)
+    options = parser.parse_args(arguments)
     for name in ("model", "adapter"):
         if Path(options.out).resolve() == Path(getattr(options, name)).resolve():
             raise InputError(
                 f"--out {options.out} is --{name}, which would be overwritten (use another folder)"
             )
-    source = tokenizer_folder(options.model, options.adapter)
+    merge(options.model, options.adapter, options.out)
+
+
+def merge(base: str, adapter: str, out: str) -> None:
+    """Add the adapter's weights to the base model's, and write the result with its tokenizer."""
+    from minitrain.data.tokenizer import (
+        CHAT_TEMPLATE,
+        check_free_of_tokenizer,
+        check_same_ids,
+        load_tokenizer,
+        tokenizer_folder,
+    )
+    from minitrain.formats.config_hf import end_also_at
+    from minitrain.formats.hf import save_pretrained
+    from minitrain.formats.peft import load_merged
+    from minitrain.models.decoder import Decoder
+
+    source = tokenizer_folder(base, adapter)
     tokenizer = load_tokenizer(source) if Path(source, "tokenizer.json").exists() else None
     if tokenizer is None:
-        check_free_of_tokenizer(options.out)
+        check_free_of_tokenizer(out)
     else:
-        check_same_ids(source, options.model, "--adapter ")
+        check_same_ids(source, base, "--adapter ")
     template = Path(source, CHAT_TEMPLATE)
-    end = chat_end(tokenizer, template)
-    model = load_merged(options.model, options.adapter)
-    if isinstance(model, Decoder):  # of videos none has a token that ends it
+    end = None
+    if tokenizer and (tokenizer.chat_template or template.exists()):
+        end = chat_end(tokenizer)
+    model = load_merged(base, adapter)
+    # of videos none has a token that ends it
+    if isinstance(model, Decoder):
         if model.config.eos_token_id is None and tokenizer:
             model.config = replace(model.config, eos_token_id=tokenizer.eos_id)
         model.config = end_also_at(model.config, end)
-    save_pretrained(model, options.out)
+    save_pretrained(model, out)
     if tokenizer:
-        tokenizer.save(options.out)
+        tokenizer.save(out)
     if template.exists():
-        shutil.copyfile(template, Path(options.out, CHAT_TEMPLATE))  # of bytes, too
-    print(f"{options.out} holds the model with the adapters merged into it")
+        # one of bytes has it beside, too
+        shutil.copyfile(template, Path(out, CHAT_TEMPLATE))
+    print(f"{out} holds the model with the adapters merged into it")
     videos = "" if isinstance(model, Decoder) else "--task diffusion "
-    print(f"next: minitrain generate {videos}--model {quote(options.out)} (see its --help)")
+    print(f"next: minitrain generate {videos}--model {quote(out)} (see its --help)")
 
 
-def chat_end(tokenizer: Tokenizer | None, template: Path) -> int | None:
-    """Return the token that ends a reply in a tokenizer's chat template, if there is one."""
-    if tokenizer is None or not (tokenizer.chat_template or template.exists()):
-        return None
+def chat_end(tokenizer: "Tokenizer") -> int | None:
+    """Return the token that ends a reply in a tokenizer's chat template, if that can be told."""
+    from minitrain.data.chat.chat_templates import choose_template
+    from minitrain.data.chat.chats import end_of_reply
+
     try:
         return end_of_reply(choose_template("auto", tokenizer), tokenizer)
-    except (InputError, ImportError):  # what merges weights need not understand it
+    # what merges weights need not understand it
+    except (InputError, ImportError):
         return None

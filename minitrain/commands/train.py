@@ -1,5 +1,4 @@
-"""Train a model: python -m minitrain.train --config FILE [key=value ...], or the same under
-torchrun.
+"""Train a model: python -m minitrain.train --config FILE [key=value ...], also under torchrun.
 
 Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), and
 checkpoints/, from which the same command resumes when it runs again. At the end the model comes in
@@ -8,21 +7,22 @@ before.png and after.png, what the model draws. Ctrl-C, SIGTERM and their like e
 step, with a checkpoint (watch.py).
 """
 
-from minitrain.run.config.describe import DEFAULTS, annotate, describe_section
 from minitrain.run.config.load import load
 from minitrain.run.launch import cli
+
+OPTIONS = {"--config": (cli.config_path, ..., "a YAML file, or a recipe as train/shapes")}
 
 
 def main(arguments: list[str]) -> None:
     if arguments[:-1] in (["-h"], ["--help"]):
+        from minitrain.run.config.describe import describe_section
+
         return print(describe_section(arguments[-1]))
-    config = {"--config": (cli.config_path, ..., "a YAML file, or a recipe as train/shapes")}
-    settings = "\n".join(
-        ["settings, and sections (--help SECTION):", *annotate(DEFAULTS, "  ", False)]
-    )
-    parser = cli.Parser(
-        config, prog="python -m minitrain.train", description=__doc__, epilog=settings
-    )
+    parser = cli.Parser(OPTIONS, prog="python -m minitrain.train", description=__doc__)
+    if "-h" in arguments or "--help" in arguments:
+        from minitrain.run.config.describe import list_settings
+
+        parser.epilog = list_settings()
     add = parser.add_argument
     add("--print-config", action="store_true", help="print all settings, with comments")
     add("--deterministic", action="store_true", help="the same run again gives the same bits")
@@ -33,13 +33,10 @@ def main(arguments: list[str]) -> None:
         words.append("deterministic=true")
     config = load(options.config, words)
     if options.print_config:
-        print("\n".join(annotate(config)))
-        return
+        from minitrain.run.config.describe import annotate
+
+        return print("\n".join(annotate(config)))
     # brings torch, which takes seconds: --help and a mistyped key are answered before
-    from minitrain.run.tasks.rows_task import train
+    from minitrain.run.tasks.train_model import train
 
     train(config)
-
-
-if __name__ == "__main__":
-    cli.run(main)

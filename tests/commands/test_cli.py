@@ -27,7 +27,7 @@ from minitrain.models.zoo import model_config
 from minitrain.run.config.load import load
 from minitrain.run.launch import cli
 from minitrain.run.launch.start import check_own_gpus, pick_device
-from minitrain.run.tasks import rows_task as train_model
+from minitrain.run.tasks import rows_task, train_model
 from tests.helpers.commands import ROOT, command, torchrun
 
 TINY = {
@@ -168,7 +168,7 @@ def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
     train.main(["--config", str(config_file), f"out_dir={tmp_path / 'new/unbroken'}"])
     out = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        steps = train_model.training_steps
+        steps = rows_task.training_steps
 
         def stop_after_step_5(*args):
             for numbers in steps(*args):
@@ -176,7 +176,7 @@ def test_the_same_command_resumes_where_it_was(config_file, tmp_path):
                     raise KeyboardInterrupt
                 yield numbers
 
-        patch.setattr(train_model, "training_steps", stop_after_step_5)
+        patch.setattr(rows_task, "training_steps", stop_after_step_5)
         train.main(["--config", str(config_file), f"out_dir={out}"])
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5]
     train.main(["--config", str(config_file), f"out_dir={out}"])
@@ -255,7 +255,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 PRINTING = """
 from minitrain.run.launch import cli
-from minitrain.run.tasks import rows_task as train_model
+from minitrain.run.tasks import train_model
 from minitrain.run.config.load import load
 def main(arguments):
     for i in range(20_000):

@@ -30,7 +30,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.run.config import load as configs
 from minitrain.run.config.checks import validate
 from minitrain.run.tasks.exact_match import exact_match
-from minitrain.run.tasks.rows_task import train
+from minitrain.run.tasks.train_model import train
 from minitrain.settings import Config, Parallel
 from minitrain.training.build import initialize
 from minitrain.training.loss import IGNORE

@@ -41,7 +41,7 @@ from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
-from minitrain.run.tasks import rows_task as train_model
+from minitrain.run.tasks import train_model
 from minitrain.settings import Lora
 from tests.distributed.test_grpo_layouts import TREE
 from tests.helpers.commands import command

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -27,7 +28,7 @@ from minitrain.run.launch.failures import recorded
 from minitrain.run.launch.start import be_deterministic, start
 from minitrain.run.monitor.health import Health, batch_origin
 from minitrain.run.monitor.metrics import MetricsLog
-from minitrain.run.tasks import rows_task as train_model
+from minitrain.run.tasks import train_model
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, is_finite
 from minitrain.training.objectives import LanguageModeling
@@ -289,6 +290,15 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(run, tmp_path, 
 # --------------------------------------------------------------------------------------------------------------- spikes
 
 
+def watched(health: Health, steps: Iterable[dict]) -> list[dict]:
+    """The steps' numbers, as a run goes through them."""
+    found = []
+    for numbers in steps:
+        found.append(numbers | health.check(numbers))
+        health.stop_if_stuck(found[-1])
+    return found
+
+
 def watch(losses: list[float], spike: float = 6.0) -> list[int]:
     """The steps at which a loss is told."""
     config = Config()
@@ -297,7 +307,7 @@ def watch(losses: list[float], spike: float = 6.0) -> list[int]:
     steps = (
         {"step": i, "loss": loss, "grad_norm": 1.0, "skipped": 0} for i, loss in enumerate(losses)
     )
-    return [numbers["step"] for numbers in health.watch(steps) if "batch" in numbers]
+    return [numbers["step"] for numbers in watched(health, steps) if "batch" in numbers]
 
 
 def test_spikes_stand_out_of_noise_and_trends_do_not():
@@ -328,10 +338,10 @@ def test_a_step_is_skipped_if_none_of_its_updates_changed_the_weights():
         {"step": i, "loss": math.nan, "grad_norm": 1.0, "skipped": i % 2 + 1} for i in range(6)
     ]
     health = Health(config, lambda text: None, lambda step: "a batch", updates=2)
-    assert len(list(health.watch(iter(steps)))) == 6
+    assert len(watched(health, steps)) == 6
     health.updates = 1
     with pytest.raises(InputError, match="number 2 in a row"):
-        list(health.watch({**numbers, "skipped": 1} for numbers in steps))
+        watched(health, ({**numbers, "skipped": 1} for numbers in steps))
 
 
 def test_only_steps_without_any_update_count_as_skipped(tmp_path):

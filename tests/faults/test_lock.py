@@ -13,7 +13,7 @@ from minitrain.errors import InputError
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch import lock
 from minitrain.run.launch.lock import locked
-from minitrain.run.tasks.rows_task import train
+from minitrain.run.tasks.train_model import train
 
 PROGRAM = """
 import sys

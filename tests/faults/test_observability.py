@@ -29,6 +29,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.run.checkpoint import fingerprint
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint, file_digest
 from minitrain.run.config import load as configs
+from minitrain.run.launch import start as launch
 from minitrain.run.launch.failures import (
     pending_operation,
     record_flights,
@@ -37,14 +38,12 @@ from minitrain.run.launch.failures import (
 )
 from minitrain.run.launch.same_run import code_digests, difference, flatten_settings
 from minitrain.run.launch.start import set_timeout, start
-from minitrain.run.launch.start import start as launch
 from minitrain.run.monitor import profiling
 from minitrain.run.monitor.metrics_file import to_line
 from minitrain.run.monitor.profiling import recorded_steps
 from minitrain.run.monitor.tensorboard import Board
-from minitrain.run.tasks import exports
+from minitrain.run.tasks import exports, train_model
 from minitrain.run.tasks import grpo_task as loop
-from minitrain.run.tasks import rows_task as train_model
 from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
 from minitrain.training.objectives import LanguageModeling

@@ -1,48 +1,97 @@
-"""What a decoding step and a training step run: `python -m tests.helpers.path` prints both figures.
+"""What a decoding step, a training step and a whole `minitrain train` run: `python -m tests.helpers.path` prints it.
 
 A function counts once, with its comprehensions and lambdas; lines are those of the functions that ran, with what
 they hold, as a share of all lines of their files.
 """
 
 import ast
+import inspect
+import json
+import os
+import runpy
+import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from minitrain import Sampler, SamplingParams
-from minitrain.models.decoder import Decoder
-from minitrain.models.zoo import model_config
-from minitrain.run.config import load as configs
-from minitrain.run.launch.start import start
-from minitrain.settings import Rollout
-from minitrain.training.loop import Trainer
-
+Called = dict[Path, set[str]]
+# two steps of a dense Llama on made-up data, with all settings as they are by default
+PLAIN = """
+model: llama3-8b-tiny
+steps: 2
+batch: {global: 2, micro: 1, seq_len: 32}
+device: cpu
+"""
 PACKAGE = Path(__file__).parents[2] / "minitrain"
 
 
-def functions_of(run: Callable[[], object]) -> dict[Path, set[str]]:
-    """Return the package's functions that `run` calls, in this thread, by file."""
-    called: dict[Path, set[str]] = {}
+def functions_of(run: Callable[[], object]) -> Called:
+    """Return the package's functions that `run` calls, in this thread and those that it starts, by file."""
+    called: Called = {}
 
     def profile(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+        # the bodies of modules and classes are code, too
+        is_function = code.co_flags & inspect.CO_OPTIMIZED
+        if event == "call" and is_function and code.co_filename.startswith(str(PACKAGE)):
             outer = code.co_qualname.partition(".<locals>.<")[0]
             called.setdefault(Path(code.co_filename), set()).add(outer)
 
     before = sys.getprofile()
+    threading.setprofile(profile)
     sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(before)
+        threading.setprofile(None)
     return called
 
 
-def decoding_step() -> dict[Path, set[str]]:
+def train_command() -> Called:
+    """Of `minitrain train` in a process of its own, which imports what it uses."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "called.json")
+        words = [sys.executable, "-c", "from tests.helpers.path import *; train()", folder, found]
+        subprocess.run(words, cwd=PACKAGE.parent, check=True, capture_output=True)
+        return {Path(file): set(names) for file, names in json.loads(found.read_text()).items()}
+
+
+def train() -> None:
+    """Be `minitrain train`, below the folder that the first word names, and write what ran to the second."""
+    folder, found = sys.argv[1:]
+    config = Path(folder, "config.yaml")
+    config.write_text(PLAIN)
+    sys.argv = ["minitrain", "train", "--config", str(config), f"out_dir={folder}/run"]
+    end = os._exit
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    # how a command ends whose ranks have met
+    os._exit = leave
+
+    def run() -> None:
+        try:
+            runpy.run_module("minitrain", run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code
+
+    called = functions_of(run)
+    text = json.dumps({str(file): sorted(names) for file, names in called.items()})
+    Path(found).write_text(text)
+    end(0)
+
+
+def decoding_step() -> Called:
     """Of a Llama whose two samples have been decoded before, as in the midst of `generate`."""
+    from minitrain import Sampler, SamplingParams
+    from minitrain.models.decoder import Decoder
+    from minitrain.models.zoo import model_config
+    from minitrain.settings import Rollout
+
     sampler = Sampler(
         Decoder(model_config("llama3-8b-tiny")),
         settings=Rollout(page_size=4, pages=50, compile=False),
@@ -55,12 +104,16 @@ def decoding_step() -> dict[Path, set[str]]:
         return functions_of(sampler.step)
 
 
-def training_step() -> dict[Path, set[str]]:
+def training_step() -> Called:
     """Of a dense Llama's second step, on this process alone."""
-    batch = {"global": 2, "micro": 1, "seq_len": 32}
-    config = configs.from_dict(
-        {"model": {"name": "llama3-8b-tiny"}, "batch": batch, "device": "cpu"}
-    )
+    import torch
+    import yaml
+
+    from minitrain.run.config.load import from_dict
+    from minitrain.run.launch.start import start
+    from minitrain.training.loop import Trainer
+
+    config = from_dict(yaml.safe_load(PLAIN))
     trainer = Trainer(config, start(config))
     row = torch.arange(33)[None]
     batches = [{"tokens": row[:, :-1], "labels": row[:, 1:]}] * 2
@@ -68,7 +121,7 @@ def training_step() -> dict[Path, set[str]]:
     return functions_of(lambda: trainer.update(batches, 1))
 
 
-def lines_on_path(called: dict[Path, set[str]]) -> tuple[int, int]:
+def lines_on_path(called: Called) -> tuple[int, int]:
     """Return how many lines the called functions have, and how many their files."""
     on_path = total = 0
     for file, names in called.items():
@@ -93,20 +146,22 @@ def lines_on_path(called: dict[Path, set[str]]) -> tuple[int, int]:
 
 
 def main() -> None:
+    import torch
+
     torch.manual_seed(0)
-    decoding = decoding_step()
-    print(
-        f"a decoding step: {sum(map(len, decoding.values()))} functions of {len(decoding)} files"
-    )
-    for file, names in sorted(decoding.items()):
-        print(f"    {file.relative_to(PACKAGE)}: {', '.join(sorted(names))}")
-    training = training_step()
-    on_path, total = lines_on_path(training)
-    print(
-        f"a dense training step: {len(training)} files, {on_path} of their {total} lines ({on_path / total:.0%})"
-    )
-    for file, names in sorted(training.items()):
-        print(f"    {file.relative_to(PACKAGE)}: {', '.join(sorted(names))}")
+    measured = {
+        "a decoding step": decoding_step(),
+        "a dense training step": training_step(),
+        "minitrain train": train_command(),
+    }
+    for name, called in measured.items():
+        on_path, total = lines_on_path(called)
+        functions = sum(map(len, called.values()))
+        share = f"{on_path} of their {total} lines ({on_path / total:.0%})"
+        print(f"{name}: {functions} functions of {len(called)} files, {share}")
+        for file, names in sorted(called.items()):
+            lines, _ = lines_on_path({file: names})
+            print(f"    {file.relative_to(PACKAGE)}, {lines}: {', '.join(sorted(names))}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
-from minitrain.run.monitor.metrics import notes_on_settings
+from minitrain.run.tasks.train_model import notes_on_settings
 from minitrain.settings import Lora
 from minitrain.training.build import make_model
 from minitrain.training.loop import Trainer

@@ -43,7 +43,7 @@ from minitrain.run.checkpoint.checkpoint_files import read_index
 from minitrain.run.config.load import from_dict, to_dict
 from minitrain.run.launch.start import make_trainer, start
 from minitrain.run.monitor.flops import clean, count_work, lora_weights
-from minitrain.run.tasks.rows_task import train
+from minitrain.run.tasks.train_model import train
 from minitrain.settings import TARGETS, Lora
 from minitrain.training.build import initialize, make_model
 from tests.helpers.oracle import count_flops, plain_model, ragged_batch

@@ -29,7 +29,7 @@ from minitrain.formats.wan_names import adapter_place
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
-from minitrain.run.tasks.rows_task import train
+from minitrain.run.tasks.train_model import train
 from minitrain.settings import TARGETS, Lora
 from tests.helpers.hf_models import (
     build,

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from minitrain import settings, train
+from minitrain.__main__ import FILES
 from minitrain.errors import InputError
 from minitrain.run.config.config_yaml import read_yaml
 from minitrain.run.config.describe import SECTIONS, annotate, comments, describe_section
@@ -103,19 +104,16 @@ sys.exit("torch" in sys.modules)
 @pytest.mark.parametrize(
     "words",
     [
-        "train --help",
         "train --help model",
         "train --config quickstart optim.lrr=1",
         "train --config quickstart lr=1",
         "train --config quickstart model.hidden=1",
         "train --config quickstart model=llama3-9b",
         "train --confg x",
-        "generate --help",
         "generate --task diffusion --help",
-        "generate",
-        "merge --help",
-        "bench --help",
         "nothing",
+        *(f"{name} --help" for name in FILES),
+        *(f"{name} --typo" for name in FILES),
     ],
 )
 def test_help_and_mistyped_words_do_not_wait_for_torch(words):

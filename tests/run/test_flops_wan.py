@@ -10,7 +10,7 @@ from minitrain.models.lora import add_adapters
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import load
-from minitrain.run.monitor.flops_wan import forward_parts, training_flops
+from minitrain.run.monitor.flops import forward_parts, training_flops
 from minitrain.settings import Lora
 from tests.bench.test_rows import ROWS
 from tests.helpers.commands import ROOT

@@ -21,7 +21,7 @@ from minitrain.run.monitor.progress import (
     telling,
     validation,
 )
-from minitrain.run.tasks import rows_task as train_model
+from minitrain.run.tasks import train_model
 
 MODEL = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258}
 TINY = {
@@ -180,7 +180,7 @@ def test_each_steps_cost_is_that_of_its_tokens(monkeypatch):
     monkeypatch.setattr(meter, "matmul_rate", lambda *_, **__: 2e12)
     monkeypatch.setattr(meter.dist, "get_world_size", lambda: 4)
     measured = Meter(config, step_flops(config, SimpleNamespace(row=lambda n: {})))
-    [line] = measured.measured(iter([{"tokens_per_sec": 64.0, "step_time_s": 2.0}]))
+    line = measured.measure({"tokens_per_sec": 64.0, "step_time_s": 2.0})
     flops = clean(count_work(config.model.config), 32) * 128
     assert line["tflops_per_gpu"] == pytest.approx(flops / 2 / 4 / 1e12)
     assert line["mfu"] == pytest.approx(flops / 2 / 4 / 2e12)

@@ -1,5 +1,4 @@
-"""Checkpoints on disk: which files it has, whether they still are what was written, and
-its index.
+"""Write and check the files of a checkpoint: what it has, whether it is what was written, its index.
 
 `extra.json` is written last and describes the rest: size and CRC-32 of every other file, and its
 own CRC-32. That finds accidents (files cut short, flipped bits, parts that were never copied), not
@@ -38,18 +37,21 @@ from minitrain.run.checkpoint.durable import write_synced
 
 DESCRIPTION = "extra.json"
 INDEX = ".metadata"
-BLOCK = 1 << 22  # bytes that are read at once
-FILE_PATIENCE = 60.0  # seconds for which a node may go on seeing an older state of a folder on NFS (its acdirmax)
+# bytes that are read at once
+BLOCK = 1 << 22
+# seconds for which a node may go on seeing an older state of a folder on NFS (its acdirmax)
+FILE_PATIENCE = 60.0
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO)
 
-Sum = list[int]  # a file's size in bytes and CRC-32
+# a file's size in bytes and CRC-32
+Sum = list[int]
 
 
 class Damaged(InputError):
     """A checkpoint's files are not what was written; one before it may be whole."""
 
 
-# ----------------------------------------------------------------------------------------------------------- checksums
+# -------------------------------------------------------------------------------------- checksums
 
 
 def measure(file: Path) -> Sum:
@@ -64,7 +66,7 @@ def measure(file: Path) -> Sum:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Raises Damaged instead of an OSError that says that the file's content is lost."""
+    """Raise Damaged instead of an OSError that says that the file's content is lost."""
     try:
         yield
     except OSError as error:
@@ -113,7 +115,7 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------------------------------- description
+# ------------------------------------------------------------------------------------ description
 
 
 def write_description(folder: Path, description: dict) -> None:
@@ -162,15 +164,14 @@ def own_sum(description: dict) -> int:
     return zlib.crc32(json.dumps(description, sort_keys=True).encode())
 
 
-# ---------------------------------------------------------------------------------------------- DCP's reader and writer
+# ------------------------------------------------------------------------ DCP's reader and writer
 
 
 class Writer(dcp.FileSystemWriter):
     """DCP's writer, which knows afterwards what this rank wrote: `files`.
 
     DCP loses what goes wrong in threads of its own, a full disk for example, and publishes an index
-    without those
-    tensors: so it has none. With copy_ahead it would put copies on a CUDA stream, of whatever
+    without those tensors: so it has none. With copy_ahead it would put copies on a CUDA stream, of whatever
     device this thread has.
     """
 
@@ -181,7 +182,8 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future:
         try:
             written = super().write_data(plan, planner)
-        except RuntimeError as error:  # in which torch.save hides what the disk said
+        except RuntimeError as error:
+            # in which torch.save hides what the disk said
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         self.files = {part.storage_data.relative_path for part in written.value()}
         return written
@@ -251,7 +253,8 @@ def read_index(file: Path) -> Metadata:
             index = IndexUnpickler(stream).load()
         if not isinstance(index, Metadata):
             raise TypeError(f"it holds a {type(index).__name__}")
-    except Exception as error:  # a damaged pickle can raise nearly anything
+    except Exception as error:
+        # a damaged pickle can raise nearly anything
         raise InputError(f"{file} is not the index of a checkpoint: {error}") from error
     return index
 
@@ -262,7 +265,7 @@ def first_failure(error: dcp.CheckpointException) -> str:
     return f"{cause!r} on rank {rank}".replace("\n", " ")
 
 
-# ----------------------------------------------------------------------------------------------------------- folders
+# ---------------------------------------------------------------------------------------- folders
 
 
 def complete_steps(folder: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""The state of a model and an optimizer that a checkpoint stores, and whether it fits those that load it."""
+"""Gather the state that a checkpoint stores, and check that it fits those that load it."""
 
 import hashlib
 import json
@@ -20,8 +20,7 @@ Saved = dict[str, TensorStorageMetadata]
 
 
 def state_tensors(model: Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return weights and buffers by name, and optimizer state as `parameter name/key`:
-    `norm.weight/exp_avg`.
+    """Return weights and buffers by name, and optimizer state as `norm.weight/exp_avg`.
 
     The weights come first: FSDP then frees what it has gathered, and its parameters are those that
     the optimizer knows.
@@ -98,7 +97,7 @@ def check_weights(
 ) -> None:
     """Raise InputError if a checkpoint's weights are not exactly `weights`, or, together, `names`.
 
-    `names` are those of all ranks. Raise it also if an optimizer's state is neither of its weight's
+    `names` are those of all ranks. Raises it also if an optimizer's state is neither of its weight's
     shape nor a scalar: it might take any amount of memory.
     """
     sizes = {entry: list(stored.size) for entry, stored in saved.items()}

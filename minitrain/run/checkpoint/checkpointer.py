@@ -235,7 +235,9 @@ def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tupl
     Raises InputError if there is one and the config forbids to resume.
     """
     folder = checkpointer.folder
-    if not config.checkpoint.resume and checkpointer.latest() is not None:
+    if lead(checkpointer.group, checkpointer.latest) is None:
+        return 0, {}
+    if not config.checkpoint.resume:
         raise InputError(
             f"checkpoint.resume=false, but {folder} holds checkpoints (use another out_dir)"
         )

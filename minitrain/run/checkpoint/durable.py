@@ -1,6 +1,4 @@
-"""Files that survive a power cut: what has its final name has its whole content, the old one or the
-new.
-"""
+"""Write files that survive a power cut: a final name has its whole content, the old or the new."""
 
 import errno
 import os
@@ -37,10 +35,8 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # there is no such thing: some disks sync files alone
+        # there is no such thing: some disks sync files alone
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)

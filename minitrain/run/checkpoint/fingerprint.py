@@ -1,4 +1,4 @@
-"""Digests of the data, code and settings of a run: so that a run which continues can tell what has changed.
+"""Store digests of a run's data, code and settings: a run that continues tells what has changed.
 
 Row n is a pure function of the seed, n and the files. If a file changes between a run and its
 continuation, rows come twice or never, and nothing else would show it: hence an error. Other code
@@ -10,6 +10,8 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from minitrain.data.files import apart, find_files
 from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
@@ -37,8 +39,9 @@ def agreed_fingerprint(config: Config) -> dict[str, str]:
     the same files, those of the model to start from among them: each node may have its own copy.
     """
     data = {str(file): file_digest(file) for file in data_files(config.data)}
-    model = {str(file): file_digest(file) for file in model_files(config)}
-    check_same({"data": data, "model": model})
+    if dist.get_world_size() > 1:
+        model = {str(file): file_digest(file) for file in model_files(config)}
+        check_same({"data": data, "model": model})
     return data
 
 
@@ -93,10 +96,18 @@ def check_continuation(
     data.
     """
     now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
-    before = read(file, now) if resumed else now
-    if change := data_change(before, now):
-        raise InputError(change)
+    notes = []
+    if resumed:
+        before = read(file, now)
+        if change := data_change(before, now):
+            raise InputError(change)
+        notes = changes(before, now)
     write_durably(file, json.dumps(now, indent=1))
+    return notes
+
+
+def changes(before: dict, now: dict) -> list[str]:
+    """Return what to tell of other settings and other code than a run began with."""
     notes = other_settings(before, now)
     if code := differing(before["code"], now["code"]):
         more = f" and {len(code) - 1} more files" if len(code) > 1 else ""

@@ -1,5 +1,6 @@
-"""Name our setting for what other trainers call it: TRL, torchtune, Axolotl, LLaMA-Factory,
-Megatron, verl, nanoGPT.
+"""Name our setting for what other trainers call it.
+
+They are TRL, torchtune, Axolotl, LLaMA-Factory, Megatron, verl and nanoGPT.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Checks across settings: which contradict each other. parallel_checks.py has those of layouts.
+"""Check settings against each other; layout_checks.py has what concerns layouts.
 
 All are made before anything is built or any process group starts. A field's own limits are its
 metadata (settings.py), all else is (wrong, line) pairs, in the order in which they are looked at.
@@ -21,6 +21,7 @@ from minitrain.run.config.layout_checks import (
     pipeline_faults,
     sampler_faults,
     tensor_faults,
+    unused_pipeline_faults,
 )
 from minitrain.settings import Config
 from minitrain.training.flow import check_diffusion
@@ -33,28 +34,35 @@ CHATS = ("sft", "lora", "dpo")
 
 
 def validate(c: Config) -> None:
-    """Refuse settings that contradict each other. `check_layout` does so for a number of ranks."""
+    """Raise InputError for settings that contradict each other.
+
+    What depends on the number of ranks is in `check_layout`.
+    """
+    p = c.parallel
+    videos = c.task == "diffusion"
     checks = [
-        _range_faults,
-        _value_faults,
-        _data_faults,
-        _run_faults,
-        _precision_faults,
-        expert_parallel_faults,
-        _held_out_faults,
+        (True, _range_faults),
+        (True, _value_faults),
+        (True, _data_faults),
+        (c.data.sources, _source_faults),
+        (True, _run_faults),
+        (True, _precision_faults),
+        (p.ep > 1, expert_parallel_faults),
+        (c.validation.every or c.validation.exact_match, _held_out_faults),
+        (c.lora, _lora_faults),
+        (videos, _diffusion_faults),
+        (not videos, _language_faults),
+        (not videos and p.tp > 1, tensor_faults),
+        (not videos and p.cp > 1, context_faults),
+        (p.pp == 1, unused_pipeline_faults),
+        (p.pp > 1, pipeline_faults),
+        (c.task == "grpo", _grpo_faults),
     ]
-    if c.lora:
-        checks.append(_lora_faults)
-    if c.task == "diffusion":
-        checks.append(_diffusion_faults)
-    else:
-        checks += [_language_faults, tensor_faults, context_faults]
-    checks.append(pipeline_faults)
-    if c.task == "grpo":
-        checks.append(_grpo_faults)
-    for faults in checks:
-        refuse(faults(c))
-    check_diffusion(c.diffusion)
+    for concerned, faults in checks:
+        if concerned:
+            refuse(faults(c))
+    if videos:
+        check_diffusion(c.diffusion)
 
 
 def _range_faults(section: Any, prefix: str = "") -> Faults:
@@ -124,33 +132,8 @@ def _data_faults(c: Config) -> Faults:
         not 0 <= d.validation < 1,
         f"data.validation={d.validation} must be at least 0 and below 1",
     )
-    sources = apart(d)
-    for name, source in sources.items():
-        where = f"data.sources {name!r}: " if d.sources else ""
-        kind = source.kind
-        yield (
-            kind not in ("mock", "shapes") and not source.path,
-            f"{where}data.kind={kind} needs data.path",
-        )
-        yield (
-            d.sources and kind not in SOURCES,
-            f"{where}data.kind={kind} must be {' or '.join(SOURCES)}",
-        )
-        yield (
-            d.sources and c.task != "pretrain" and kind != "jsonl",
-            f"{where}data.kind={kind} holds no chats, as task={c.task} needs (use jsonl)",
-        )
-    yield d.sources and d.path, "data.path and data.sources: give one of them"
-    for source in d.sources:
-        yield source.weight <= 0, f"data.sources: weight={source.weight} must be above 0"
-    yield (
-        d.sources and c.task not in ("pretrain", "sft", "lora"),
-        f"data.sources are for task=pretrain, sft and lora, not for task={c.task}",
-    )
-    yield (
-        d.sources and (c.epochs or c.validation.exact_match),
-        "epochs and validation.exact_match are not for data.sources (use steps, exact_match=0)",
-    )
+    made_up = d.sources or d.kind in ("mock", "shapes")
+    yield not (made_up or d.path), f"data.kind={d.kind} needs data.path"
     yield (
         max(d.size, default=0) > 1 << 20,
         f"data.size={d.size} must be numbers of at most 1,048,576",
@@ -164,11 +147,34 @@ def _data_faults(c: Config) -> Faults:
         ("packing=whole", d.packing == "whole", (*texts, "tokens")),
         (f"cache={d.cache}", d.cache, texts),
     ):
+        of_others = {source.kind or d.kind for source in d.sources or [d]} - {*kinds}
         yield (
-            given
-            and (c.task != "pretrain" or {each.kind for each in sources.values()} - {*kinds}),
+            given and (c.task != "pretrain" or of_others),
             f"data.{name} is for task=pretrain and data.kind={' or '.join(kinds)} (leave it out)",
         )
+
+
+def _source_faults(c: Config) -> Faults:
+    d = c.data
+    for name, source in apart(d).items():
+        where = f"data.sources {name!r}: data.kind={source.kind}"
+        yield source.kind not in SOURCES, f"{where} must be {' or '.join(SOURCES)}"
+        yield not source.path, f"{where} needs data.path"
+        yield (
+            c.task != "pretrain" and source.kind != "jsonl",
+            f"{where} holds no chats, as task={c.task} needs (use jsonl)",
+        )
+    yield d.path, "data.path and data.sources: give one of them"
+    for source in d.sources:
+        yield source.weight <= 0, f"data.sources: weight={source.weight} must be above 0"
+    yield (
+        c.task not in ("pretrain", "sft", "lora"),
+        f"data.sources are for task=pretrain, sft and lora, not for task={c.task}",
+    )
+    yield (
+        c.epochs or c.validation.exact_match,
+        "epochs and validation.exact_match are not for data.sources (use steps, exact_match=0)",
+    )
 
 
 def _run_faults(c: Config) -> Faults:

@@ -1,5 +1,4 @@
-"""Read YAML text and `key=value` words into nested dicts, and those into dataclasses, by the types
-of their fields.
+"""Read YAML and `key=value` words into nested dicts, and those into dataclasses by their types.
 
 A key that no field has is refused with the nearest that one has, a value of another type with what
 is asked for.
@@ -20,7 +19,6 @@ import yaml
 
 from minitrain.errors import InputError, refused
 from minitrain.models.zoo import is_known
-from minitrain.run.config.aliases import ALIASES, advice, nearest
 
 TAG = "tag:yaml.org,2002:"
 # of YAML 1.2: 1e-4 is a number, 1:30 and 2024-12-24 are text, 010 is 10
@@ -32,7 +30,7 @@ REPLACED = (*NUMBERS, f"{TAG}timestamp")
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the numbers of YAML 1.2, which refuses a key that is given twice."""
 
-    def compose_mapping_node(self, anchor):
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         # here, since later on what is merged into a mapping stands beside its own keys
         node = super().compose_mapping_node(anchor)
         words = [key.value for key, _ in node.value]
@@ -64,7 +62,7 @@ def to_yaml(tree: dict) -> str:
 
 
 def read_yaml(text: str, where: str) -> Any:
-    """Parse YAML. Raise InputError with file, line and column for a syntax error."""
+    """Parse YAML. Raises InputError with file, line and column for a syntax error."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -76,7 +74,7 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def read_tree(path: str | Path) -> dict:
-    """Return a config file as nested dicts. Raise InputError where there is none."""
+    """Return a config file as nested dicts. Raises InputError where there is none."""
     if not os.path.exists(path):
         raise InputError(f"config file {path} does not exist")
     with refused(f"config file {path} cannot be read"):
@@ -155,7 +153,7 @@ def as_mapping(word: str, key: str) -> dict:
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """Return `value` as a `kind`. Raise InputError, which names the key `where`, if it is none."""
+    """Return `value` as a `kind`. Raises InputError, which names the key `where`, if it is none."""
     if isinstance(value, Word):
         value = _read_word(value, kind, f"argument {_shortened(f'{where}={value}')!r}")
     if dataclasses.is_dataclass(kind):
@@ -164,6 +162,9 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     arguments = typing.get_args(kind)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
+            # what others call it is looked up for a mistake alone
+            from minitrain.run.config.aliases import nearest
+
             known = list(map(str, arguments))
             told = f"{where}={_shortened(repr(value))} is not one of {', '.join(known)}"
             raise InputError(f"{told} {nearest(str(value), known)}".rstrip())
@@ -227,25 +228,32 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
     prefix = where + "." if where else ""
     value = {key: v for key, v in value.items() if REMOVED.get(f"{prefix}{key}", ...) != v}
     for key in value:
-        # as optim.lr for lr
-        homes = [
-            name
-            for name, section in hints.items()
-            if key in getattr(section, "__annotations__", ())
-        ]
-        if homes and not where and key not in {*known, *ALIASES}:
-            raise InputError(
-                f"unknown key {key} (nearest: {' or '.join(f'{home}.{key}' for home in homes)})"
-            )
+        if key not in known and not where:
+            _check_section(key, hints)
         check_known(key, known, where)
     return kind(
         **{known[key]: convert(hints[known[key]], v, prefix + key) for key, v in value.items()}
     )
 
 
+def _check_section(key: Any, hints: dict[str, Any]) -> None:
+    """Raise InputError for a key that stands in a section, as optim.lr for lr, if it is no alias."""
+    from minitrain.run.config.aliases import ALIASES
+
+    homes = [
+        name for name, section in hints.items() if key in getattr(section, "__annotations__", ())
+    ]
+    if homes and key not in ALIASES:
+        raise InputError(
+            f"unknown key {key} (nearest: {' or '.join(f'{home}.{key}' for home in homes)})"
+        )
+
+
 def check_known(key: Any, known: Iterable[str], where: str) -> None:
     """Raise InputError, with the likeliest of `known`, for a key below `where` that is none of them."""
     if key not in known:
+        from minitrain.run.config.aliases import advice
+
         word = _shortened(str(key))
         raise InputError(
             f"unknown key {where + '.' if where else ''}{word} {advice(word, known, where)}"

@@ -1,4 +1,4 @@
-"""The settings as text: each key below its comment, with choices and default, from the dataclasses.
+"""Describe the settings: each key below its comment, with choices and default.
 
 So `--help`, `--help SECTION` and `--print-config` say what settings.py and the models' shapes say.
 """
@@ -20,8 +20,15 @@ DEFAULTS = Config(model=Model(config=DecoderConfig()), lora=Lora())
 SECTIONS = [name for name, value in vars(DEFAULTS).items() if dataclasses.is_dataclass(value)]
 
 
+def list_settings() -> str:
+    """Return the settings that stand in no section, and the sections' names, at their defaults."""
+    return "\n".join(
+        ["settings, and sections (--help SECTION):", *annotate(DEFAULTS, "  ", deep=False)]
+    )
+
+
 def describe_section(name: str) -> str:
-    """Return a section's keys at their defaults. Raise InputError for a name that is none."""
+    """Return a section's keys at their defaults. Raises InputError for a name that is none."""
     check_known(name, SECTIONS, "--help")
     section = getattr(DEFAULTS, name)
     lines = [inspect.getdoc(type(section)), "", f"{name}:", *annotate(section, "  ")]

@@ -1,4 +1,4 @@
-"""Checks of layouts: how many ranks a config states, and whether they divide what they must."""
+"""Check layouts: how many ranks a config states, and whether they divide what they must."""
 
 import math
 
@@ -11,8 +11,6 @@ from minitrain.settings import Config
 
 def context_faults(config: Config) -> Faults:
     p = config.parallel
-    if p.cp == 1:
-        return
     model = config.model.config
     length = config.batch.seq_len
     groups = model.mamba_n_groups
@@ -94,13 +92,16 @@ def expert_layout_faults(config: Config, ranks: int) -> Faults:
         )
 
 
+def unused_pipeline_faults(config: Config) -> Faults:
+    """Yield settings of a pipeline where there is none."""
+    p = config.parallel
+    given = f"vp={p.vp}, layers_per_stage={p.layers_per_stage}, head_layers={p.head_layers}"
+    wrong = p.vp > 1 or p.layers_per_stage or p.head_layers > 1
+    yield wrong, f"parallel.{given} need parallel.pp above 1 (use 1, null and 1)"
+
+
 def pipeline_faults(config: Config) -> Faults:
     p = config.parallel
-    if p.pp == 1:
-        given = f"vp={p.vp}, layers_per_stage={p.layers_per_stage}, head_layers={p.head_layers}"
-        wrong = p.vp > 1 or p.layers_per_stage or p.head_layers > 1
-        yield wrong, f"parallel.{given} need parallel.pp above 1 (use 1, null and 1)"
-        return
     schedule = SCHEDULES[p.schedule]
     yield (
         schedule.stages == 1 and p.vp > 1,
@@ -233,6 +234,8 @@ def _layout_faults(config: Config, world_size: int) -> Faults:
             f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
             f"(use {smaller}a multiple of {b.micro * data_ranks})"
         )
+    if p.pp == 1:
+        return
     count = b.global_ // (b.micro * data_ranks)
     needed = pipeline_needs(p, count)
     yield (

@@ -1,5 +1,6 @@
-"""Read a YAML file and `key=value` words into one checked `Config`. Every mistake is an InputError
-with one line.
+"""Read a YAML file and `key=value` words into one checked `Config`.
+
+Every mistake is an InputError with one line.
 """
 
 import dataclasses
@@ -39,7 +40,10 @@ def from_dict(tree: dict) -> Config:
     model = tree.pop("model", {})
     config = convert(Config, tree, "")
     config.model = _read_model(model, WanConfig if config.task == "diffusion" else DecoderConfig)
-    config.lora = _read_lora(config, tree.get("lora") or {})
+    if config.lora is None and config.task == "lora":
+        config.lora = Lora()
+    elif config.lora and config.lora.path:
+        config.lora = _read_lora(config, tree["lora"])
     if config.data.path and "kind" not in tree["data"]:
         raise InputError(
             "data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock"
@@ -51,11 +55,9 @@ def from_dict(tree: dict) -> Config:
     return config
 
 
-def _read_lora(config: Config, given: dict) -> Lora | None:
-    """Return the adapters' settings: those of lora.path where there is one. given: what was written."""
+def _read_lora(config: Config, given: dict) -> Lora:
+    """Return the settings of the adapters in lora.path. given: what was written."""
     lora = config.lora
-    if lora is None or not lora.path:
-        return Lora() if lora is None and config.task == "lora" else lora
     from minitrain.formats.peft import read_adapter_config
 
     stored = read_adapter_config(lora.path)

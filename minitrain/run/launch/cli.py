@@ -1,6 +1,4 @@
-"""The shared parts of the command lines: a mistake as one line and exit code 2, and a clean end of the
-processes.
-"""
+"""Run command lines: a mistake is one line and exit code 2, and processes end cleanly."""
 
 import argparse
 import errno
@@ -11,11 +9,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
-from minitrain.errors import InputError, refused, tell_torchrun
+from minitrain.errors import InputError, refused
+from minitrain.run.config.environment import tell_torchrun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+# type, or list of choices; default, or ... where it must be given; help
+Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -23,31 +24,32 @@ class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsH
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with `--debug`; its own complaints are one line too.
+    """argparse with `--debug`; its own complaints are one line too."""
 
-    options: each as (type, or list of choices; default, or ... where it must be given; help).
-    """
-
-    def __init__(self, options=(), **kwargs):
+    def __init__(self, options: dict[str, Option] | None = None, **kwargs):
         super().__init__(formatter_class=Formatter, **kwargs)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        for name, (kind, default, text) in dict(options).items():
+        for name, (kind, default, text) in (options or {}).items():
             way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
             given = {"required": True} if default is ... else {"default": default}
             self.add_argument(name, help=text, **given, **way)
 
-    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+    def parse_args(
+        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Parse words and options in any order; argparse itself takes only one run of words."""
         return self.parse_intermixed_args(args, namespace)
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see --help)")
 
 
-def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
+def positive(
+    kind: type, zero: bool = False, most: float = sys.float_info.max
+) -> Callable[[str], float]:
     """Return an argparse type: a number above 0 (or at least 0), and at most `most`."""
 
-    def parse(text: str):
+    def parse(text: str) -> float:
         value = kind(text)
         if not (0 <= value <= most if zero else 0 < value <= most):
             limit = "finite" if most == sys.float_info.max else f"at most {most:,}"
@@ -56,7 +58,8 @@ def positive(kind: type, zero: bool = False, most: float = sys.float_info.max):
             )
         return value
 
-    parse.__name__ = kind.__name__  # which argparse shows for what is not a number
+    # which argparse shows for what is not a number
+    parse.__name__ = kind.__name__
     return parse
 
 
@@ -75,7 +78,7 @@ def config_path(text: str) -> str:
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """Raises InputError if the file of an option cannot be written: what fills it takes minutes."""
+    """Raise InputError if the file of an option cannot be written: what fills it takes minutes."""
     if file is None:
         return
     path = Path(file)
@@ -83,7 +86,8 @@ def check_writable(option: str, file: str | None) -> None:
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
-            path.unlink(missing_ok=True)  # other ranks do the same
+            # other ranks do the same
+            path.unlink(missing_ok=True)
 
 
 def use_huge_pages() -> None:
@@ -91,16 +95,15 @@ def use_huge_pages() -> None:
 
     Decoding on the CPU, which reads all weights at every step, is 1.1 times as fast with them.
     """
-    os.environ.setdefault(
-        "THP_MEM_ALLOC_ENABLE", "1"
-    )  # of Linux's transparent huge pages, by torch's allocator
+    # of Linux's transparent huge pages, by torch's allocator
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run a command line's `main(arguments)` and exit: 0, or 2 after an InputError or a failing
-    disk, in one line.
+    """Run a command line's `main(arguments)` and exit.
 
-    Where another rank has died, that is the line, not what it led to here.
+    The code is 0; 2 after an InputError or a failing disk, told in one line; 130 after Ctrl-C; 1
+    after all else. Where another rank has died, that is the line, not what it led to here.
     """
     sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
     arguments = sys.argv[1:]
@@ -125,7 +128,8 @@ def run(main: Callable[[list[str]], None]) -> None:
             from minitrain.run.launch import watch
 
             watch.await_verdict(error)
-        sys.stdout.flush()  # once this mistake is told, other ranks end this process
+        # once this mistake is told, other ranks end this process
+        sys.stdout.flush()
         if line is None or "--debug" in arguments:
             traceback.print_exc()
         if line:
@@ -173,10 +177,10 @@ class Display:
             stream.reconfigure(
                 errors="backslashreplace", line_buffering=True, write_through=False
             )
-            with suppress(OSError):  # is in memory
-                os.set_blocking(
-                    stream.fileno(), True
-                )  # else a pipe that its reader has let fill up is an error
+            # a stream in memory has no number
+            with suppress(OSError):
+                # else a pipe that its reader has let fill up is an error
+                os.set_blocking(stream.fileno(), True)
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
@@ -187,7 +191,7 @@ class Display:
     def flush(self) -> None:
         self._attempt(self.stream.flush)
 
-    def _attempt(self, function: Callable, *arguments):
+    def _attempt(self, function: Callable, *arguments) -> Any:
         try:
             return function(*arguments)
         except OSError as error:

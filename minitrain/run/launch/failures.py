@@ -1,10 +1,10 @@
-"""Records of a failing rank: its traceback in a file of its own, and one line where
-one says it all.
+"""Record a failing rank: its traceback in a file of its own, and one line where one says it all.
 
-torchrun mixes what the ranks print. So each rank that fails appends its own to out_dir/logs/rank-N.log. A collective
-that has waited in vain says so and nothing else; torch's flight recorder knows which it was, and the stack who called
-it. With NCCL it is another thread that finds it out, and ends the process: then the recorder writes what each rank was
-at into the same folder, as nccl-rank-N, for `torchfrtrace`.
+torchrun mixes what the ranks print. So each rank that fails appends its own to
+out_dir/logs/rank-N.log. A collective that has waited in vain says so and nothing else; torch's
+flight recorder knows which it was, and the stack who called it. With NCCL it is another thread that
+finds it out, and ends the process: then the recorder writes what each rank was at into the same
+folder, as nccl-rank-N, for `torchfrtrace`.
 """
 
 import json
@@ -32,7 +32,7 @@ WAITING_FOR_CALLERS = ("agreement.py", "collectives.py")
 def recorded(folder: Path) -> Iterator[None]:
     """Log an exception that ends this rank's run below `folder`.
 
-    Raise as InputError those that one line explains.
+    Raises InputError for those that one line explains.
     """
     try:
         yield
@@ -106,7 +106,8 @@ def pending_operation() -> str:
     If the failure has ended it, return the last one. torch's flight recorder keeps them, on gloo as
     on NCCL.
     """
-    from torch._C._distributed_c10d import _dump_fr_trace_json  # no public name
+    # no public name
+    from torch._C._distributed_c10d import _dump_fr_trace_json
 
     entries = json.loads(_dump_fr_trace_json()).get("entries", [])
     candidates = [entry for entry in entries if not entry["retired"]] or entries[-1:]

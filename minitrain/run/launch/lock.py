@@ -1,4 +1,4 @@
-"""One run at a time in an out_dir: two would delete each other's checkpoints and mix their numbers.
+"""Keep a second run out of an out_dir: two would delete checkpoints and mix their numbers.
 
 Rank 0's process holds a POSIX lock on OUT_DIR/.lock, which the kernel takes away however that
 process ends. A network file system may need a moment to learn that a machine has vanished: hence
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from minitrain.errors import InputError, naming
 
-PATIENCE = 100.0  # seconds; NFS 4 forgets the locks of a machine after 90
+# seconds; NFS 4 forgets the locks of a machine after 90
+PATIENCE = 100.0
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The key-value store in which ranks find each other, with nothing in it of ranks that are dead.
+"""Meet in a key-value store that holds nothing of ranks that are dead.
 
 When torchrun restarts the ranks it gives them the store of their predecessors (torch 2.11 to 2.13,
 whose comments say otherwise): with the addresses of processes that are gone, to which the new ones
@@ -37,8 +37,6 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     Raises InputError if the environment says only part of what torchrun would say, or what cannot
     be; or if this rank meets nobody, as where a port is another run's.
     """
-    if "WORLD_SIZE" not in os.environ:
-        return dist.HashStore(), 0, 1
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in needed if name not in os.environ]:
         said = f"WORLD_SIZE is set without {', '.join(missing)}"
@@ -54,8 +52,9 @@ def join_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             prefix = answer(store, world, timeout) if rank == 0 else ask(store, rank)
             store = dist.PrefixStore(prefix, store)
-    except dist.DistError as error:  # whose further lines are C++
+    except dist.DistError as error:
         where = f"rank {env_int('RANK')} cannot meet the others at {os.environ['MASTER_ADDR']}:{env_int('MASTER_PORT')}"
+        # its further lines are C++
         raise InputError(f"{where}: {str(error).splitlines()[0]}") from error
     return store, rank, world
 
@@ -87,7 +86,8 @@ def ask(store: dist.Store, rank: int) -> str:
     """Return the prefix of this attempt, from its rank 0."""
     name = secrets.token_hex(8)
     store.set(f"ask/{rank}", name)
-    prefix = store.get(f"answer/{name}").decode()  # waits
+    # waits
+    prefix = store.get(f"answer/{name}").decode()
     store.set(f"taken/{prefix}/{rank}", "")
     return prefix
 

@@ -86,20 +86,13 @@ def start(config: Config) -> Meshes:
         be_deterministic()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if begins := not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        allow_open_files()
-        # to find each other
-        timeout = timedelta(minutes=10)
-        store, rank, world = join_store(timeout)
-        check_device_type(store, rank, device.type)
-        dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=rank, world_size=world
-        )
-        watch.begin()
-    if dist.get_world_size() > 1:
-        check_same({"config": flatten_settings(to_dict(config)), "code": code_digests()})
-        check_own_gpus(device)
+    begins = not dist.is_initialized()
+    if begins:
+        join(device)
+    if dist.get_world_size() == 1:
+        return meshes_of(config, device.type)
+    check_same({"config": flatten_settings(to_dict(config)), "code": code_digests()})
+    check_own_gpus(device)
     # silences a warning, on every rank, that gathering weights that tensor parallelism splits too
     # takes two collectives
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -109,9 +102,23 @@ def start(config: Config) -> Meshes:
     return meshes
 
 
+def join(device: torch.device) -> None:
+    """Start the process group of what torchrun has started, or of this process alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    allow_open_files()
+    # to find each other
+    timeout = timedelta(minutes=10)
+    store, rank, world = join_store(timeout)
+    check_device_type(store, rank, device.type)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+    watch.begin()
+
+
 def be_deterministic() -> None:
-    """Make the same run again the same to the bit (`deterministic: true`): on the same machine,
-    layout and versions.
+    """Make the same run again the same to the bit, on the same machine, layout and versions.
 
     Data, initial weights, dropout and samples are functions of the seed anyway. What is left are
     kernels that add up in whatever order their threads come, mostly on GPUs. torch then takes

@@ -32,15 +32,16 @@ from multiprocessing.connection import wait
 
 import torch.distributed as dist
 
-from minitrain.errors import tell_torchrun
 from minitrain.parallel.agreement import broadcast, broadcast_flag
+from minitrain.run.config.environment import tell_torchrun
 from minitrain.run.launch.rendezvous import default_store
 
-KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
-VERDICT = 10.0  # seconds after which a rank whose collective has failed takes it for no other rank's death
-FAREWELL = (
-    5.0  # seconds that rank 0, which has the store, stays for others that end after an error
-)
+# seconds, seconds, times
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+# seconds after which a rank whose collective has failed takes it for no other rank's death
+VERDICT = 10.0
+# seconds that rank 0, which has the store, stays for others that end after an error
+FAREWELL = 5.0
 
 STOPS = (
     signal.SIGINT,
@@ -50,9 +51,10 @@ STOPS = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
-_signals: list[int] = []  # that this rank has got
+# that this rank has got
+_signals: list[int] = []
 
-# ------------------------------------------------------------------------------------------------------------- stopping
+# --------------------------------------------------------------------------------------- stopping
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def until_signal() -> Iterator[Callable[[], str]]:
         _signals.clear()
 
 
-# ----------------------------------------------------------------------------------------------------------- dead ranks
+# ------------------------------------------------------------------------------------- dead ranks
 
 
 class Watch:
@@ -129,8 +131,7 @@ class Watch:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         self.parent = os.getppid()
-        # NCCL's own thread aborts a process that has waited too long; on gloo the rank itself says
-        # so
+        # NCCL's own thread aborts a process that has waited too long; on gloo the rank says so
         self.gave_up = ""
         if dist.get_backend() == "nccl":
             self.gave_up = ", gave up waiting (see out_dir/logs/nccl-rank-*)"
@@ -198,9 +199,10 @@ class Watch:
         rank = self.others[connection]
         word = self.lost(connection)
         if not word and not self.leaving:
-            gone = f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached"
             # rank 0 tells of the others, and rank 1 of rank 0
-            self.end(1, gone if self.rank == (not rank) else "")
+            tells = self.rank == 0 or (rank == 0 and self.rank == 1)
+            gone = f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached"
+            self.end(1, gone if tells else "")
         # it has said why
         elif word and word[0]:
             self.end(word[0])
@@ -235,7 +237,8 @@ class Watch:
         """Give notice, so that the others do not take this process for dead."""
         self.leaving = True
         if code == 0 and self.rank == 0 and self.world > 1:
-            self.complete.wait(5)  # so that all get the word
+            # so that all get the word
+            self.complete.wait(5)
         self.tell(code)
         deadline = time.monotonic() + FAREWELL
         while code and self.rank == 0 and self.others and time.monotonic() < deadline:
@@ -282,10 +285,12 @@ def say_once(line: str) -> None:
     done = f"{name}/done"
     try:
         first = store.add(name, 1) == 1
-    except RuntimeError:  # the store has gone with its rank, which has said so, or why
+    except RuntimeError:
+        # the store has gone with its rank, which has said so, or why
         first = True
         if _watch is not None and _watch.rank:
-            _watch.thread.join(3 * VERDICT)  # the thread ends this process when it hears of it
+            # the thread ends this process when it hears of it
+            _watch.thread.join(3 * VERDICT)
     if first:
         # rank 0 has ended its own progress bar's line, but on another rank's terminal it may still
         # stand

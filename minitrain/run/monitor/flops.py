@@ -1,5 +1,4 @@
-"""FLOPs of a training step per token: by one clean convention, and by the one behind each published
-table.
+"""Count the FLOPs of a training step per token: cleanly, and as each published table does.
 
 Published TFLOP/s are tokens/s times a formula, and the formulas disagree: on whether causal
 attention costs half of its square, on what a frozen weight saves, on whether padding counts. So a
@@ -17,6 +16,7 @@ These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax
 do not count.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ from minitrain.models.moe import Experts
 from minitrain.models.router import Router
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
-from minitrain.run.monitor.flops_wan import training_flops
-from minitrain.settings import TARGETS, Config
+from minitrain.settings import TARGETS, Config, Lora
+from minitrain.training.packing import Dataset
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def automodel(work: Work, seq_len: float) -> float:
     NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py and
     recipes/llm/benchmark.py.
     """
-    routers = work.routers if work.state else 0  # counted for hybrid models only
+    # counted for hybrid models only
+    routers = work.routers if work.state else 0
     full = 6 * (work.weights + routers) + 12 * work.keys(seq_len) + 6 * work.state
     return full * (2 + work.adapters / work.parameters) / 3 if work.adapters else full
 
@@ -144,7 +145,8 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
     windowed = sum(
         mixer == "attention" and config.windowed(layer) for layer, mixer in enumerate(mixers)
     )
-    width = config.head_dim  # where keys and values differ, their mean
+    width = config.head_dim
+    # where keys and values differ, their mean
     if config.kv_lora_rank:
         width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     width *= config.num_attention_heads
@@ -195,7 +197,7 @@ def flops_per_token(
     return convention(count_work(config, adapters), seq_len)
 
 
-def count_flops(config: Config, convention, visible: float = 1.0) -> float:
+def count_flops(config: Config, convention: Convention, visible: float = 1.0) -> float:
     """Return the FLOPs of a training step per token.
 
     For diffusion there is one convention, which counts what is computed.
@@ -236,15 +238,18 @@ def policy_flops(config: Config) -> Callable[[int], float]:
     return per_token
 
 
-def step_flops(config: Config, dataset) -> Callable[[int], float]:
-    """Return a function from the tokens of a step to its FLOPs per token (of videos, per patch)."""
+def step_flops(config: Config, dataset: Dataset | None) -> Callable[[int], float]:
+    """Return a function from the tokens of a step to its FLOPs per token (of videos, per patch).
+
+    dataset: whose first row shows what a row costs; None for GRPO.
+    """
     if config.task == "grpo":
         return policy_flops(config)
     flops = count_flops(config, clean, visible_share(dataset))
     return lambda tokens: flops
 
 
-def visible_share(dataset) -> float:
+def visible_share(dataset: Dataset) -> float:
     """Return the share of the causal pairs in a row whose tokens are of one document.
 
     It is measured on the first row.
@@ -254,3 +259,62 @@ def visible_share(dataset) -> float:
         return 1.0
     ids = row["document_ids"].tolist()
     return effective_length(Counter(ids).values()) / len(ids)
+
+
+# -------------------------------------------------------------------------------------------- Wan
+
+# As Megatron-Bridge counts them; with adapters, which it has not, what torch does. Three times the
+# forward pass's matrix products; attention counts in full, since every token sees every token, and
+# recomputed activations not at all. The published rows give TFLOP/s alone; these FLOPs make seconds
+# per step of them. Source: NVIDIA-NeMo/Megatron-Bridge,
+# src/megatron/bridge/diffusion/models/wan/wan_provider.py (pull request 5249).
+
+
+def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str, int]:
+    """Count the FLOPs of one video of `tokens` patches and its text.
+
+    The timestep's embedding is left out, as there.
+    """
+    d = config.dim
+    layers = config.num_layers
+    patch = math.prod(config.patch_size)
+    return {
+        "attention": layers * 4 * tokens * (tokens + text_tokens) * d,
+        "patches": 2 * tokens * d * patch * config.in_channels,
+        "text": text_tokens * (layers * 4 * d**2 + 2 * (config.text_dim * d + d**2)),
+        "others": layers * tokens * (12 * d**2 + 4 * d * config.ffn_dim)
+        + 2 * tokens * d * patch * config.out_channels,
+    }
+
+
+def training_flops(
+    config: WanConfig, tokens: int, text_tokens: int = 512, lora: Lora | None = None
+) -> int:
+    """Count the FLOPs of one video, forward and backward; per token, divide by `tokens`.
+
+    lora: a frozen weight has two products, as its own gradient is not computed; and one where what
+    it multiplies, the patches and the text, needs no gradient either. Attention's backward pass
+    counts whole, as its kernels compute it.
+    """
+    parts = forward_parts(config, tokens, text_tokens)
+    if lora is None:
+        return 3 * sum(parts.values())
+    adapters = adapter_flops(config, lora, tokens, text_tokens)
+    return (
+        3 * parts["attention"] + parts["patches"] + parts["text"] + 2 * parts["others"] + adapters
+    )
+
+
+def adapter_flops(config: WanConfig, lora: Lora, tokens: int, text_tokens: int) -> int:
+    """Count the FLOPs of all adapters, A [rank, inputs] and B [outputs, rank], forward and backward."""
+    total = 0
+    model = empty_model(config)
+    for path, (module, name) in find_targets(model, lora.targets).items():
+        outputs, inputs = getattr(module, name).shape
+        of_text = path.endswith(("attn2.to_k", "attn2.to_v"))
+        total += (
+            lora.rank
+            * ((4 if of_text else 6) * inputs + 6 * outputs)
+            * (text_tokens if of_text else tokens)
+        )
+    return total

@@ -1,5 +1,4 @@
-"""The abilities of a machine: published peaks of known GPUs, the rates of this one, its memory peak, its
-name.
+"""Say what a machine can do: published peaks of known GPUs, rates and memory of this one, its name.
 
 A share of a published peak compares with other people's tables. A share of what a large matmul
 sustains here says how much is left to gain on any machine, a laptop too. Not here: network
@@ -38,15 +37,15 @@ PEAKS = (
     ("B200", 2250e12, None),
 )
 
-OTHER_FORMS = {
-    "pcie",
-    "nvl",
-    "mig",
-}  # words in the names of GPUs that are slower than a system's, or parts of them
+# words in the names of GPUs that are slower than a system's, or parts of them
+OTHER_FORMS = {"pcie", "nvl", "mig"}
 
-ATTENTION_LENGTH = 8192  # tokens of the attention that is timed on CUDA
-MATMUL_SIZE = 8192  # rows, columns and depth of the product that is timed on CUDA
-RUN = 0.1  # seconds for which something is repeated to measure its rate
+# tokens of the attention that is timed on CUDA
+ATTENTION_LENGTH = 8192
+# rows, columns and depth of the product that is timed on CUDA
+MATMUL_SIZE = 8192
+# seconds for which something is repeated to measure its rate
+RUN = 0.1
 LINUX_STATUS = Path("/proc/self/status")
 
 
@@ -129,14 +128,16 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, 
 
 def measure_memory(device: torch.device) -> float:
     """Measure the bytes/s of an addition of two large tensors into a third."""
-    size = 2**29 if device.type == "cuda" else 2**25  # elements: beyond what caches hold
+    # elements: beyond what caches hold
+    size = 2**29 if device.type == "cuda" else 2**25
     a, b, out = (torch.ones(size, device=device) for _ in range(3))
     return 3 * a.nbytes / _seconds_per_call(partial(torch.add, a, b, out=out), device)
 
 
 def _seconds_per_call(function: Callable, device: torch.device, shorter: float = 1) -> float:
     """Take the best of five runs of about RUN / shorter seconds each."""
-    timed(function, device)  # the first call loads and tunes kernels
+    # the first call loads and tunes kernels
+    timed(function, device)
     count = ceil(RUN / shorter / timed(function, device))
     return min(timed(function, device, count) for _ in range(5)) / count
 
@@ -161,11 +162,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if (
-        LINUX_STATUS.exists()
-    ):  # getrusage would count the memory of the process that started this one, up to its exec
+    # getrusage would count the memory of the process that started this one, up to its exec
+    if LINUX_STATUS.exists():
         return int(re.search(r"VmHWM:\s+(\d+) kB", LINUX_STATUS.read_text())[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
+    # macOS: in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -186,7 +187,8 @@ def describe(device: torch.device) -> dict[str, str | int]:
         name = properties.name
         cores = properties.multi_processor_count
     else:
-        found = re.search(r"model name\s*: (.*)", cpu.read_cpuinfo())  # where Linux tells
+        # where Linux tells
+        found = re.search(r"model name\s*: (.*)", cpu.read_cpuinfo())
         name = found[1].strip() if found else platform.processor() or platform.machine()
         cores = (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

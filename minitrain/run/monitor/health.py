@@ -1,4 +1,4 @@
-"""Reports steps that were skipped and losses that spike, with the batch they came from.
+"""Report steps that were skipped and losses that spike, with the batch they came from.
 
 The decision to skip is made on the device (`update_weights`); the host, which reads loss and norm
 for the log anyway, comes to the same one from the same numbers. A loss is a spike if it lies above
@@ -12,24 +12,26 @@ deviation for normal losses.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from statistics import median
 
 from minitrain.errors import InputError
 from minitrain.settings import Config
+from minitrain.training.packing import Dataset
 
 WINDOW = 100
 LEAST_LOSSES = 20
-SHOWN = 4  # rows of a batch whose origin is reported
+# rows of a batch whose origin is reported
+SHOWN = 4
 
 
 class Health:
-    """Watches a run's steps.
+    """Watch a run's steps: `check` each, and once it is logged ask `stop_if_stuck`.
 
     say(text): prints a line. batch(step): where the batch of step 1, 2, ... comes from. updates:
     per step.
     past, skipped: of a run that continues, its losses, and how many of its last steps changed
-    nothing.
+    nothing. Raises InputError if those are too many.
     """
 
     def __init__(
@@ -48,28 +50,11 @@ class Health:
         self.updates = updates
         self.losses = deque(past, maxlen=WINDOW)
         self.in_a_row = skipped
-
-    def watch(self, steps: Iterator[dict]) -> Iterator[dict]:
-        """Yield the steps' numbers; those of a step that went wrong also have its `batch`.
-
-        Raises InputError when too many steps in a row changed nothing.
-        """
         if self.in_a_row >= self.most:
             raise InputError(
                 f"the last {self.in_a_row} steps were skipped, which optim.max_skipped={self.most} does not allow: the "
                 f"weights are as before them (to go on: a higher optim.max_skipped)"
             )
-        for numbers in steps:
-            checked = numbers | self.check(numbers)
-            yield checked
-            # and the step is in the log
-            if self.in_a_row >= self.most:
-                step = checked["step"]
-                raise InputError(
-                    f"step {step} is number {self.in_a_row} in a row to be skipped (optim.max_skipped), as "
-                    f"{not_finite(checked)}: the weights are as after step {step - self.in_a_row}, and checkpoints "
-                    f"intact; the batch was {checked['batch']}"
-                )
 
     def check(self, numbers: dict) -> dict:
         """Report a step that went wrong, and return its `batch`; otherwise nothing."""
@@ -90,6 +75,16 @@ class Health:
         self.say(f"step {step}: {problem}; {origin}")
         return {"batch": origin}
 
+    def stop_if_stuck(self, numbers: dict) -> None:
+        """Raise InputError if this was the last step in a row that may change nothing."""
+        if self.in_a_row >= self.most:
+            step = numbers["step"]
+            raise InputError(
+                f"step {step} is number {self.in_a_row} in a row to be skipped (optim.max_skipped), as "
+                f"{not_finite(numbers)}: the weights are as after step {step - self.in_a_row}, and checkpoints "
+                f"intact; the batch was {numbers['batch']}"
+            )
+
     def limit(self) -> float:
         """Return the loss above which it is a spike; infinite with too few losses to judge by."""
         if not self.factor or len(self.losses) < LEAST_LOSSES:
@@ -103,7 +98,7 @@ def not_finite(numbers: dict) -> str:
     return f"loss={numbers['loss']} or grad_norm={numbers['grad_norm']} is not finite"
 
 
-def batch_origin(dataset, rows: int, step: int) -> str:
+def batch_origin(dataset: Dataset, rows: int, step: int) -> str:
     """Return which `rows` of the dataset step 1, 2, ... took.
 
     Where the first of them come from is told, if the dataset knows.
@@ -112,7 +107,6 @@ def batch_origin(dataset, rows: int, step: int) -> str:
     text = f"rows {first} to {first + rows - 1} of the data"
     if (origin := getattr(dataset, "origin", None)) is None:
         return text
-    shown = dict.fromkeys(
-        origin(n) for n in range(first, first + min(rows, SHOWN))
-    )  # one document may fill many
+    # one document may fill many
+    shown = dict.fromkeys(origin(n) for n in range(first, first + min(rows, SHOWN)))
     return f"{text}: {', '.join(shown)}{', ...' if rows > SHOWN else ''}"

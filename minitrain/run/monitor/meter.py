@@ -5,7 +5,7 @@ the share of the GPU's published peak, or where none is known, of the rate of a 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -41,15 +41,14 @@ class Meter:
         origin = f"published of {name}" if peak else "of a large matmul here"
         self.about = f"the {self.rate / 1e12:.3g} TFLOP/s {origin}"
 
-    def measured(self, steps: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the numbers of each step with those that are measured."""
-        for numbers in steps:
-            speed = numbers["tokens_per_sec"] / dist.get_world_size()
-            rate = speed * self.flops(round(numbers["tokens_per_sec"] * numbers["step_time_s"]))
-            yield numbers | {
-                "tokens_per_sec_per_gpu": speed,
-                "tflops_per_gpu": rate / 1e12,
-                "mfu": rate / self.rate,
-                "peak_memory_gib": peak_memory_bytes(self.device) / 2**30,
-                "wall_time_s": time.time(),
-            }
+    def measure(self, numbers: dict[str, Any]) -> dict[str, float]:
+        """Return what is measured of the step that has just ended. numbers: of that step."""
+        speed = numbers["tokens_per_sec"] / dist.get_world_size()
+        rate = speed * self.flops(round(numbers["tokens_per_sec"] * numbers["step_time_s"]))
+        return {
+            "tokens_per_sec_per_gpu": speed,
+            "tflops_per_gpu": rate / 1e12,
+            "mfu": rate / self.rate,
+            "peak_memory_gib": peak_memory_bytes(self.device) / 2**30,
+            "wall_time_s": time.time(),
+        }

@@ -1,4 +1,4 @@
-"""Profiles that a run records of itself on request, below out_dir/profile, one file per rank.
+"""Record profiles of a run on request, below out_dir/profile, one file per rank.
 
 profile.steps=[10,12]: the operations of steps 10, 11 and 12, as numbered in the log, on host and
 GPU, with times: rank-N.json, a Chrome trace for ui.perfetto.dev. profile.memory=true: every
@@ -20,7 +20,8 @@ from torch.profiler import profile
 
 from minitrain.settings import Profile
 
-ALLOCATIONS = 100_000  # that are remembered, the last ones
+# that are remembered, the last ones
+ALLOCATIONS = 100_000
 
 
 def recorded_steps(
@@ -47,6 +48,7 @@ def recorded_steps(
 
 @contextmanager
 def recorded_operations(folder: Path) -> Iterator[None]:
+    """Record the operations inside a `with` statement, on host and GPU, as a Chrome trace."""
     profiler = profile()
     profiler.start()
     try:
@@ -58,10 +60,11 @@ def recorded_operations(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def recorded_memory(folder: Path) -> Iterator[None]:
-    memory = torch.cuda.memory  # whose functions are documented, but not public in name
-    os.environ.setdefault(
-        "TORCH_SYMBOLIZE_MODE", "dladdr"
-    )  # else torch runs addr2line, and fails where there is none
+    """Record allocations on the GPU inside a `with` statement, whatever ends it."""
+    # whose functions are documented, but not public in name
+    memory = torch.cuda.memory
+    # else torch runs addr2line, and fails where there is none
+    os.environ.setdefault("TORCH_SYMBOLIZE_MODE", "dladdr")
     memory._record_memory_history(max_entries=ALLOCATIONS)
     try:
         yield

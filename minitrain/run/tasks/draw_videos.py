@@ -39,12 +39,13 @@ def generate(
 def check_prompts(
     prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str
 ) -> None:
-    """Raises InputError for prompts that are not what the model takes beside latents of `size`."""
+    """Raise InputError for prompts that are not what the model takes beside latents of `size`."""
     wanted = {
         name: (len(prompts["text"]), *shape)
         for name, shape in model_shapes(model.config, size).items()
     }
-    del wanted["latents"]  # which are to be made
+    # which are to be made
+    del wanted["latents"]
     with located(f"--prompts {source}"):
         check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted)
 

@@ -6,10 +6,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain.data.chat.chat_templates import TEMPLATES, asking_with, choose_template
-from minitrain.data.chat.chats import end_of_reply
 from minitrain.data.files import has_tokenizer
-from minitrain.data.tokenizer import CHAT_TEMPLATE, check_free_of_tokenizer, load_tokenizer
+from minitrain.data.tokenizer import (
+    CHAT_TEMPLATE,
+    Tokenizer,
+    check_free_of_tokenizer,
+    load_tokenizer,
+)
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import end_also_at
 from minitrain.formats.hf import check_free_of_adapters, save_tensors
@@ -38,7 +41,8 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
     else:
         tensors = full_tensors(model, wanted)
     # while rank 0 writes; the watch sees those that die
-    wait_for_ever()
+    if dist.get_world_size() > 1:
+        wait_for_ever()
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -49,16 +53,7 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
         tokenizer = load_tokenizer(config.data.tokenizer)
         tokenizer.save(folder)
         if config.task != "pretrain":
-            template = choose_template(config.data.template, tokenizer)
-            end = end_of_reply(template, tokenizer)
-            text = None
-            # another one came with the tokenizer
-            if template in TEMPLATES.values():
-                text = template.jinja(tokenizer)
-            elif asks is not None:
-                text = asking_with(asks, tokenizer.chat_template)
-            if text is not None:
-                (folder / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
+            end = save_template(config, tokenizer, folder, asks)
         if shape.eos_token_id is None:
             shape = replace(shape, eos_token_id=tokenizer.eos_id)
     if config.task != "diffusion":
@@ -70,6 +65,25 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
         # that of the shards: after a validation parameters are still gathered, in another
         dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.get_default_dtype()
         save_tensors(tensors, shape, dtype, folder)
+
+
+def save_template(
+    config: Config, tokenizer: Tokenizer, folder: Path, asks: str | None
+) -> int | None:
+    """Write the chat template that the model has learned; return the token that ends a reply."""
+    from minitrain.data.chat.chat_templates import TEMPLATES, asking_with, choose_template
+    from minitrain.data.chat.chats import end_of_reply
+
+    template = choose_template(config.data.template, tokenizer)
+    text = None
+    # another one came with the tokenizer
+    if template in TEMPLATES.values():
+        text = template.jinja(tokenizer)
+    elif asks is not None:
+        text = asking_with(asks, tokenizer.chat_template)
+    if text is not None:
+        (folder / CHAT_TEMPLATE).write_text(text, encoding="utf-8")
+    return end_of_reply(template, tokenizer)
 
 
 def check_free_of_others(config: Config, folder: Path) -> None:

@@ -1,63 +1,25 @@
-"""A training run, from its config to the model that it exports: what python -m minitrain.train does."""
+"""Training on the rows of a dataset, as all tasks but grpo do."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch.distributed as dist
 
 from minitrain.data.datasets import open_dataset, with_steps
-from minitrain.data.files import has_tokenizer
-from minitrain.data.tokenizer import check_same_ids
 from minitrain.data.toys import TOYS
-from minitrain.errors import refused
-from minitrain.formats.hf import find_weights
 from minitrain.run.checkpoint.checkpointer import Checkpointer, resume, save_step
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.config.environment import world_size
-from minitrain.run.config.layout_checks import check_layout
-from minitrain.run.launch.failures import rank, record_flights, recorded
-from minitrain.run.launch.lock import locked
 from minitrain.run.launch.start import checkpoint_group, make_trainer, start
 from minitrain.run.monitor.health import batch_origin
-from minitrain.run.monitor.progress import bits_per_byte, opening
-from minitrain.run.tasks.draw_videos import draw_world
-from minitrain.run.tasks.exact_match import exact_match
-from minitrain.run.tasks.exports import check_free_of_others, export, with_ids_of_data
-from minitrain.run.tasks.grpo_task import Run
-from minitrain.run.tasks.task import run_task
+from minitrain.run.monitor.progress import bits_per_byte
+from minitrain.run.tasks.exports import export
 from minitrain.settings import Config
-from minitrain.training.ema import averaged_weights, check_averages
 from minitrain.training.loop import is_due, training_steps
 
 
-def train(config: Config) -> None:
-    """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
-    check_layout(config, world_size())
-    config = with_ids_of_data(config)
-    if config.model.path:
-        find_weights(config.model.config, config.model.path)  # before room is made for them
-    for source in filter(None, (config.model.path, config.lora and config.lora.path)):
-        if has_tokenizer(config):
-            check_same_ids(config.data.tokenizer, source, "data.tokenizer=")
-    folder = Path(config.out_dir)
-    check_free_of_others(config, folder)
-    with refused(f"out_dir={config.out_dir!r} cannot be created"):
-        folder.mkdir(parents=True, exist_ok=True)
-    record_flights(folder)
-    if rank() == 0:
-        print(opening(config, world_size()), flush=True)
-    with locked(folder, leads=rank() == 0), recorded(folder):
-        if config.task == "grpo":
-            task = Run(config, folder)
-            task.begin()
-        else:
-            task = RowsTask(config, folder)
-        run_task(task, task.config, folder)
-
-
 class RowsTask:
-    """Training on the rows of a dataset, as all tasks but grpo do; see run/tasks/task.py."""
+    """This rank's part of a run on rows; its attributes and methods are those of a task."""
 
     updates = 1
 
@@ -79,20 +41,18 @@ class RowsTask:
         self.trainer.prepare(self.data, config.steps)
         if config.validation.every:
             self.trainer.prepare(self.held_out, config.validation.batches)
-        self.averaged = partial(averaged_weights, self.trainer.model, self.trainer.optimizer)
-        # one rank writes what all draw
-        self.draw = partial(
-            draw_world, self.trainer.model, config.data.kind, write=dist.get_rank() == 0
-        )
         self.first, self.last = resume(self.checkpointer, config, self.trainer)
-        self.notes = check_averages(self.trainer.optimizer, config.optim, self.first)
 
     def about(self) -> Iterator[str]:
-        yield from self.notes
+        # a checkpoint may hold averages that are asked for no more, or lack them
+        if self.first:
+            from minitrain.training.ema import check_averages
+
+            yield from check_averages(self.trainer.optimizer, self.config.optim, self.first)
         if about := getattr(self.data, "about", None):
             yield about
         if self.config.data.kind in TOYS and not self.first:
-            yield self.draw(self.folder / "before.png")
+            yield self.draw("before.png")
 
     def steps(self, first: int) -> Iterator[dict[str, float]]:
         return training_steps(self.trainer, self.data, first, self.last.get("tokens", 0))
@@ -116,6 +76,8 @@ class RowsTask:
             if self.bytes_per_token:
                 numbers["val_bits_per_byte"] = bits_per_byte(loss, self.bytes_per_token)
         if step == config.steps and config.validation.exact_match:
+            from minitrain.run.tasks.exact_match import exact_match
+
             questions = self.held_out.questions(config.validation.exact_match)
             with self.averaged():
                 numbers["val_exact_match"] = exact_match(self.trainer.model, questions)
@@ -124,5 +86,21 @@ class RowsTask:
     def end(self) -> Iterator[str]:
         with self.averaged():
             if self.config.data.kind in TOYS:
-                yield self.draw(self.folder / "after.png")
+                yield self.draw("after.png")
             export(self.trainer, self.config, self.folder, getattr(self.data, "asks", None))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Put the averages of the weights, where optim.ema keeps them, in the weights' place."""
+        if not self.config.optim.ema:
+            return nullcontext()
+        from minitrain.training.ema import averaged_weights
+
+        return averaged_weights(self.trainer.model, self.trainer.optimizer)
+
+    def draw(self, name: str) -> str:
+        """Draw what the model makes of the toy world. All ranks draw, and one writes the file."""
+        from minitrain.run.tasks.draw_videos import draw_world
+
+        kind = self.config.data.kind
+        write = dist.get_rank() == 0
+        return draw_world(self.trainer.model, kind, self.folder / name, write=write)

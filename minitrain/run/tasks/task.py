@@ -1,8 +1,8 @@
-"""Run a training's steps: resume, save by steps and by time, log, and stop cleanly where a signal
-asks for it.
+"""Run a training's steps: save by steps and by time, log, and stop where a signal asks for it.
 
 One loop for all tasks. What differs between them is an object, the task, with
 
+    config, folder         its settings, with the steps that its data make; where its files go
     files                  the fingerprint of its data
     first, last            the number of steps that are done, and the numbers of the last of them, as of its checkpoint
     updates                of the weights in a step
@@ -20,61 +20,53 @@ One loop for all tasks. What differs between them is an object, the task, with
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from minitrain.parallel.agreement import broadcast_flag
-from minitrain.run.checkpoint.checkpointer import saved_despite_errors
 from minitrain.run.launch.watch import until_signal
 from minitrain.run.monitor.flops import step_flops
 from minitrain.run.monitor.health import Health
 from minitrain.run.monitor.meter import Meter
-from minitrain.run.monitor.metrics import MetricsLog, open_log
-from minitrain.run.monitor.profiling import recorded_steps
-from minitrain.settings import Config
+from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.training.loop import is_due
 
 
-def run_task(task, config: Config, folder: Path) -> None:
+def run_task(task, log: MetricsLog) -> None:
     """Run a task's steps that are left, and export its model at the end.
 
     All ranks call it together.
     """
-    first = task.first
     began = time.monotonic()
-    with (
-        closing(open_log(config, folder, task.files, first, task.bytes_per_token)) as log,
-        saved_despite_errors(task.wait),
-    ):
-        meter = Meter(config, step_flops(config, task.data))
-        for line in task.about():
+    config = task.config
+    meter = Meter(config, step_flops(config, task.data))
+    for line in task.about():
+        log.say(line)
+    if broadcast_flag(log.lacks_last):
+        task.finish(task.last, lambda: "")
+        log.step(task.last)
+    skipped = log.skipped_steps(task.updates)
+    health = Health(config, log.say, task.origin, task.updates, log.losses, skipped)
+    if run_steps(task, log, meter, health):
+        for line in task.end():
             log.say(line)
-        if broadcast_flag(log.lacks_last):
-            task.finish(task.last, lambda: "")
-            log.step(task.last)
-        skipped = log.skipped_steps(task.updates)
-        health = Health(config, log.say, task.origin, task.updates, log.losses, skipped)
-        steps = recorded_steps(task.steps(first), config.profile, folder, first)
-        if run_steps(health.watch(meter.measured(steps)), task, config, log):
-            for line in task.end():
-                log.say(line)
-            log.end(config, first, time.monotonic() - began, meter.about)
+        log.end(config, task.first, time.monotonic() - began, meter.about)
 
 
-def run_steps(steps: Iterator[dict[str, Any]], task, config: Config, log: MetricsLog) -> bool:
-    """Save and log each of `steps`.
+def run_steps(task, log: MetricsLog, meter: Meter, health: Health) -> bool:
+    """Run, check, save and log each of the steps that are left.
 
     Returns False if a signal has stopped the run, True after the last step.
 
     A step after which the run stops has a checkpoint, but no line yet: `run_task` makes up for it.
     """
-    every = config.checkpoint.every
+    config = task.config
     seconds = 60 * config.checkpoint.minutes
     saved_at = time.monotonic()
     with until_signal() as stopping:
-        for numbers in steps:
-            due = is_due(numbers["step"], every, config.steps)
+        for numbers in recorded(task):
+            numbers |= meter.measure(numbers)
+            numbers |= health.check(numbers)
+            due = is_due(numbers["step"], config.checkpoint.every, config.steps)
             stop = stopping()
             saves = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
             # before anything else that may fail, and once the lines of the steps before are on disk
@@ -84,6 +76,7 @@ def run_steps(steps: Iterator[dict[str, Any]], task, config: Config, log: Metric
                 saved_at = time.monotonic()
             if not stop and task.finish(numbers, stopping):
                 log.step(numbers)
+                health.stop_if_stuck(numbers)
                 continue
             if not saves:
                 log.sync()
@@ -96,3 +89,15 @@ def run_steps(steps: Iterator[dict[str, Any]], task, config: Config, log: Metric
             return False
     task.wait()
     return True
+
+
+def recorded(task) -> Iterator[dict[str, Any]]:
+    """Return the numbers of the task's steps, which are recorded where profile.* asks for it."""
+    steps = task.steps(task.first)
+    settings = task.config.profile
+    if not (settings.steps or settings.memory):
+        return steps
+    # the profiler is not imported for a run without it
+    from minitrain.run.monitor.profiling import recorded_steps
+
+    return recorded_steps(steps, settings, task.folder, task.first)

@@ -1,0 +1,153 @@
+"""Train a model, from a config to what it exports: what python -m minitrain.train does."""
+
+from contextlib import closing
+from itertools import count, filterfalse
+from pathlib import Path
+
+import torch.distributed as dist
+
+from minitrain.data.files import has_tokenizer
+from minitrain.errors import refused
+from minitrain.formats.config_hf import export_fault, not_trained_with
+from minitrain.parallel.agreement import lead
+from minitrain.run.checkpoint.checkpointer import saved_despite_errors
+from minitrain.run.checkpoint.durable import write_durably
+from minitrain.run.checkpoint.fingerprint import check_continuation
+from minitrain.run.config.config_yaml import to_yaml
+from minitrain.run.config.environment import world_size
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.load import to_dict
+from minitrain.run.launch.failures import rank, record_flights, recorded
+from minitrain.run.launch.lock import locked
+from minitrain.run.monitor.metrics import MetricsLog
+from minitrain.run.monitor.progress import opening
+from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
+from minitrain.run.tasks.rows_task import RowsTask
+from minitrain.run.tasks.task import run_task
+from minitrain.settings import Config
+from minitrain.training.optim import warmup_steps
+
+
+def train(config: Config) -> None:
+    """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
+    check_layout(config, world_size())
+    config = with_ids_of_data(config)
+    if config.model.path or (config.lora and config.lora.path):
+        check_sources(config)
+    folder = Path(config.out_dir)
+    check_free_of_others(config, folder)
+    with refused(f"out_dir={config.out_dir!r} cannot be created"):
+        folder.mkdir(parents=True, exist_ok=True)
+    record_flights(folder)
+    if rank() == 0:
+        print(opening(config, world_size()), flush=True)
+    with locked(folder, leads=rank() == 0), recorded(folder):
+        if config.task == "grpo":
+            from minitrain.run.tasks.grpo_task import Run
+
+            task = Run(config, folder)
+            task.begin()
+        else:
+            task = RowsTask(config, folder)
+        with closing(open_log(task)) as log, saved_despite_errors(task.wait):
+            run_task(task, log)
+
+
+def check_sources(config: Config) -> None:
+    """Raise InputError if files to start from are missing, or are of another tokenizer."""
+    from minitrain.data.tokenizer import check_same_ids
+    from minitrain.formats.hf import find_weights
+
+    path = config.model.path
+    if path:
+        # before room is made for them
+        find_weights(config.model.config, path)
+    for source in filter(None, (path, config.lora and config.lora.path)):
+        if has_tokenizer(config):
+            check_same_ids(config.data.tokenizer, source, "data.tokenizer=")
+
+
+def open_log(task) -> MetricsLog:
+    """Open the log of a run, which goes on after step `task.first`, and tell what is special.
+
+    Stores settings as config.yaml and what `check_continuation` compares, which raises InputError
+    if it is not the same data. All ranks call it together.
+    """
+    config = task.config
+    folder = task.folder
+    first = task.first
+    file = folder / "fingerprint.json"
+    notes = lead(None, check_continuation, file, config, task.files, first > 0)
+    if dist.get_rank() == 0:
+        write_durably(folder / "config.yaml", to_yaml(to_dict(config)))
+        if not first:
+            notes += keep_earlier(folder)
+    log = MetricsLog(folder / "metrics.jsonl", config.steps, first, task.bytes_per_token)
+    if config.metrics.tensorboard or config.metrics.logger:
+        add_loggers(log, config, folder, first)
+    if first:
+        notes.append(f"resumed from step {first}")
+    if first >= config.steps:
+        notes.append("no step is left to do (for more: steps=N; to begin anew: another out_dir)")
+    for note in notes_on_settings(config, first) + notes:
+        log.say(note)
+    return log
+
+
+def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> None:
+    """Add what metrics.* asks for besides metrics.jsonl."""
+    if log.enabled and config.metrics.tensorboard:
+        from minitrain.run.monitor.tensorboard import Board
+
+        board = Board(folder, first)
+        log.loggers.append(board)
+        log.closers.append(board.close)
+    if name := config.metrics.logger:
+        from minitrain.grpo.rewards import load_function
+
+        log.loggers.append(load_function(f"metrics.logger={name!r}", name, {"numbers": {}}))
+
+
+def notes_on_settings(config: Config, first: int) -> list[str]:
+    """Return what a user may not expect of these settings, for a run that begins after `first`."""
+    shape = config.model.config
+    notes = []
+    if config.lora:
+        from minitrain.formats.peft import other_dropout, unreadable_note
+
+        notes = unreadable_note(shape, config.lora) + other_dropout(config.lora)
+    warmup = warmup_steps(config.steps, config.optim)
+    if warmup < config.optim.warmup:
+        notes.append(
+            f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"
+        )
+    if config.fp8.experts and config.parallel.ep < shape.num_experts:
+        notes.append(
+            f"note: experts stay in bf16: fp8.experts=true needs parallel.ep={shape.num_experts}, one on each rank"
+        )
+    if first:
+        return notes
+    if config.task != "diffusion" and not config.lora and (fault := export_fault(shape)):
+        notes.append(f"note: {fault}: it will be saved for minitrain alone, not for transformers")
+    if not config.model.path and (config.lora or config.task in ("sft", "grpo", "dpo")):
+        notes.append("note: what is fine-tuned are random weights (model=FOLDER names others)")
+    if config.task != "diffusion" and (left_out := ", ".join(not_trained_with(shape))):
+        notes.append(f"note: config.json says {left_out}, which training here is without")
+    return notes
+
+
+def keep_earlier(folder: Path) -> list[str]:
+    """Rename what a run without a checkpoint has left in `folder`. Returns what to tell."""
+    notes = []
+    for path in (folder / "metrics.jsonl", folder / "rollouts"):
+        if path.exists() and path.stat().st_size:
+            numbered = (path.with_stem(f"{path.stem}-{n}") for n in count(1))
+            kept = path.rename(next(filterfalse(Path.exists, numbered)))
+            notes.append(
+                f"note: an earlier run left no checkpoint to continue from; its {path.name} is now {kept}"
+            )
+    if weights := sorted(file.name for file in folder.glob("*.safetensors")):
+        notes.append(
+            f"note: the result of this run will replace {', '.join(weights)} in {folder}"
+        )
+    return notes
