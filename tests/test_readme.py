@@ -22,12 +22,14 @@ from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config.load import load
 from tests.helpers.commands import ROOT, command
 from tests.run.test_recipes import SHORT_ANSWER, STAND_INS
+from tests.test_house import ROOMS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WRITTEN = [  # by hand; results/simulated/README.md is generated
     ROOT / name
     for name in (
         "README.md",
+        "CONTRIBUTING.md",
         "configs/train/README.md",
         "minitrain/bench/README.md",
         "minitrain/formats/README.md",
@@ -56,7 +58,7 @@ def simulated():
 
 
 def test_readme_is_short():
-    assert len(README.encode()) <= 14_000
+    assert len(README.encode()) <= 15_000
 
 
 @pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
@@ -102,9 +104,31 @@ def test_the_place_of_families_is_said():
 
 def test_every_folder_of_the_package_is_named():
     folders = {path.parent.name for path in (ROOT / "minitrain").glob("*/__init__.py")}
-    assert folders - set(re.findall(r"\(minitrain/(\w+)\)", README)) <= {"examples"}
+    assert folders <= set(re.findall(r"\(minitrain/(\w+)\)", README))
     bare = re.findall(r"(?<!\[)\b(\w+\.py)\b(?!\]|\))", without_code(README))
     assert set(bare) <= {"bench.py"}  # every other file that it names is a link
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
+def test_a_link_says_the_name_of_the_file_that_it_leads_to(file):
+    links = re.findall(r"\[([\w/]+\.(?:py|yaml|md))\]\(([^)\s#]+)\)", TEXTS[file])
+    assert not [link for link in links if Path(link[0]).name != Path(link[1]).name]
+
+
+def test_lines_of_the_loop_are_those_of_its_file():
+    (shown,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
+    assert shown in (ROOT / "minitrain/examples/train_loop.py").read_text(encoding="utf-8")
+    assert 15 <= len(shown.splitlines()) <= 25
+
+
+def test_folders_of_the_house_stand_in_its_order():
+    section = README[README.index("## The house") : README.index("## What is proved")]
+    found = re.findall(r"\(minitrain/(\w+)\)", section)
+    assert found == [
+        name
+        for name in ROOMS
+        if (ROOT / "minitrain" / name / "__init__.py").exists() and "/" not in name
+    ]
 
 
 @pytest.mark.parametrize("file", WRITTEN, ids=names(TEXTS))
@@ -138,8 +162,9 @@ def check_command(line: str) -> None:
     assert source.exists(), line
     arguments = words[start + 2 if "-m" in words else start + 1 :]
     known = source.read_text(encoding="utf-8")
-    if name == "bench.py":
-        known += (ROOT / "minitrain" / "benchmark_cli.py").read_text(encoding="utf-8")
+    # the options of a command stand in commands/
+    for file in (ROOT / "minitrain" / "commands").glob(f"{source.stem}*.py"):
+        known += file.read_text(encoding="utf-8")
     options = [word.split("=")[0] for word in arguments if word.startswith("--")]
     assert not [option for option in options if f'"{option}"' not in known], line
     settings = [word for word in arguments if re.match(r"[a-z][\w.]*=", word) and "," not in word]
@@ -173,11 +198,11 @@ def test_python_snippets_use_what_there_is(tmp_path, monkeypatch):
 
 
 def test_hours_of_reading_follow_from_the_files():
-    table = README[README.index("## Reading order") : README.index("Folders:")]
+    table = README[README.index("## Reading order") : README.index("## The house")]
     files = re.findall(r"\]\((minitrain/[\w/]+\.py)\)", table)
     count = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
     said = f"These {len(files)} files take {count / 400:.0f} to {count / 300:.0f} hours at 300 to 400 lines an hour."
-    assert len(files) == 15
+    assert len(files) == 17
     assert said in README
 
 

@@ -1,1 +1,3 @@
-"""Toy worlds to try things on: sums as dialogues, digits to reverse, shapes that move."""
+"""All of training on one screen (train_loop.py), and toy worlds: sums as dialogues, digits to
+reverse, shapes that move.
+"""

@@ -28,14 +28,18 @@ def curves(runs: dict[str, list[dict]]) -> str:
     colors = dict(zip(runs, cycle(svg.COLORS), strict=False))
     body = svg.legend(colors, 60, 10)
     top = 16 * len(runs) + 14
-    panels = 0
+    panels = []
     for title, keys in PANELS.items():
         found = {(run, key): points(runs[run], key) for run in runs for key in keys}
         if any(found.values()):
-            row, column = divmod(panels, 2)
-            body += panel(title, found, colors, PICTURE_WIDTH * column, top + HEIGHT * row)
-            panels += 1
-    height = top + HEIGHT * ((panels + 1) // 2) + 10
+            panels.append((title, found))
+    for number, (title, found) in enumerate(panels):
+        row, column = divmod(number, 2)
+        # two in a row; an odd one at the end has the row for itself
+        width = PICTURE_WIDTH * (2 if column == 0 and number == len(panels) - 1 else 1)
+        left = PICTURE_WIDTH * column
+        body += panel(title, found, colors, left, top + HEIGHT * row, width)
+    height = top + HEIGHT * ((len(panels) + 1) // 2) + 10
     title = f"training curves of {', '.join(runs)}"
     return svg.picture(2 * PICTURE_WIDTH + 10, height, title, body)
 
@@ -49,10 +53,12 @@ def points(lines: list[dict], key: str) -> list:
     return found[:: -(len(found) // MOST_POINTS + 1)][::-1]
 
 
-def panel(title: str, found: dict, colors: dict[str, str], left: float, above: float) -> str:
+def panel(
+    title: str, found: dict, colors: dict[str, str], left: float, above: float, width: float
+) -> str:
     """Draw the points of each (run, key) as a line, with dots for validation."""
     steps, values = zip(*chain(*found.values()), strict=True)
-    x = svg.make_axis(steps, left + 60, left + PICTURE_WIDTH - 10)
+    x = svg.make_axis(steps, left + 60, left + width - 10)
     y = svg.make_axis(values, above + HEIGHT - 40, above + 25)
     drawn = svg.grid(x, y, "step", title)
     for (run, key), numbers in found.items():
