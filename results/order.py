@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from minitrain.bench.measure import load_row
 from minitrain.bench.results import Row, merge_results, predicted, read_results
+from minitrain.bench.rows import load_row
 from minitrain.run.launch.cli import CONFIGS
 from minitrain.simulator.recipe import as_published
 from minitrain.simulator.simulate_policy import predicted_row

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from minitrain.bench.measure import placed, published_step_time, rates, token_flops
+from minitrain.bench.figures import placed, published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config.checks import validate

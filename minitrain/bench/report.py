@@ -7,6 +7,8 @@ from pathlib import Path
 from minitrain.errors import InputError, refused
 from minitrain.run.config.config_yaml import type_and_value
 
+# words in the names of GPUs that are slower than a system's, or parts of them
+OTHER_FORMS = {"pcie", "nvl", "mig"}
 KINDS = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}
 
 
@@ -261,9 +263,20 @@ def is_sampling(result: dict) -> bool:
 
 def on_own_system(result: dict) -> bool:
     """Return False for a result of another system than its config's published row names."""
-    system = result.get("system")
     published = result["reference"].get("system")
-    return not (system and published) or system.lower() == published.lower()
+    if result["mode"] == "simulated" or not published:
+        system = result.get("system")
+        return not (system and published) or system.lower() == published.lower()
+    return is_of_system(result["device"], published)
+
+
+def is_of_system(machine: str, system: str) -> bool:
+    """Return whether `machine`, a system's or a device's name, belongs to a published system."""
+    words = set(machine.lower().split())
+    name = system.lower()
+    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(
+        OTHER_FORMS
+    )
 
 
 def calibration_line(outcome: dict) -> str:

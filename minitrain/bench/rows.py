@@ -1,6 +1,7 @@
 """The published rows: which config stands for which, and what was published."""
 
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import yaml
 from minitrain.bench.report import column, markdown, need
 from minitrain.errors import InputError
 from minitrain.run.config.config_yaml import check_known, convert, read_tree
+from minitrain.run.config.load import load
 from minitrain.run.launch.cli import CONFIGS
+from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 # folders of configs, in the order of the tables
@@ -35,8 +38,14 @@ REFERENCE = {  # kinds of what a config's `reference` may say
     "recipe": dict,
 }
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
+# how a table counts FLOPs: functions of run/monitor/flops.py
+CONVENTIONS = ("clean", "automodel", "nemo_pretrain", "nemo_squad")
 # sections of systems.yaml with what a recipe may name
 NAMES = {"attention": "kernels", "stack": "stacks"}
+
+# settings that fix what a step computes; of GRPO also those below
+WORK = ("task", "lora", "optim.name", "batch.global_", "batch.seq_len", "data.kind")
+POLICY_WORK = ("rollout.max_tokens", "grpo.prompts", "grpo.group", "grpo.generations", "grpo.lag")
 
 
 @cache
@@ -71,6 +80,11 @@ def read_reference(reference: dict, where: str = "reference") -> dict:
     Raises InputError for what nothing could be compared with.
     """
     found = typed(reference, REFERENCE, f"{where}.")
+    convention = found.get("convention", "clean")
+    if convention not in CONVENTIONS:
+        raise InputError(
+            f"{where}.convention={convention!r} is not one of {', '.join(CONVENTIONS)}"
+        )
     # from these follows how long prompts are
     missing = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"} - found.keys()
     if "mean_response" in found and missing:
@@ -117,3 +131,45 @@ def list_rows() -> str:
     }
     notes = "\n".join(f"* {name}: {text}" for name, text in errors.items())
     return f"{markdown(columns)}\n\n{len(rows)} rows, rates per GPU; as published, but:\n{notes}"
+
+
+# --- a config as a row
+
+
+def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
+    """Return the row's name and its config.
+
+    `reference["changed"]` names the settings whose work is not the row's: nothing is compared with
+    its published figures then. Layout and micro-batches are free.
+    """
+    config = load(file, overrides)
+    row = row_name(file)
+    config.reference = read_reference(config.reference)
+    if config.reference:
+        own = CONFIGS / f"{row}.yaml"  # a copy in another configs/ may have been edited
+        published = load(own if "/" in row and own.is_file() else file)
+        theirs = work(published)
+        if changed := [name for name, ours in work(config).items() if ours != theirs[name]]:
+            config.reference["changed"] = changed
+        if "mean_response" in config.reference:  # the published tokens are of so many responses
+            config.reference["responses"] = published.grpo.prompts * published.grpo.group
+    return row, config
+
+
+def work(config: Config) -> dict:
+    """Return the settings that fix what a step computes, by name."""
+    is_policy = config.task == "grpo"
+    names = WORK + POLICY_WORK if is_policy else WORK
+    settings = {name.rstrip("_"): attrgetter(name)(config) for name in names}
+    settings["model"] = config.model.config
+    settings["precision"] = config.precision.removesuffix("-pure")
+    settings["data"] = config.data.packed, config.data.size, config.data.text_tokens
+    settings["grpo.kl"] = is_policy and config.grpo.kl > 0  # a forward pass of the reference
+    return settings
+
+
+def row_name(path: str) -> str:
+    """Return a config file's name within configs/, without the ending."""
+    path = Path(path).with_suffix("")
+    parts = path.parts
+    return "/".join(parts[parts.index("configs") + 1 :]) if "configs" in parts else path.name

@@ -20,11 +20,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain.bench.measure import load_row, measure, placed
+from minitrain.bench.figures import placed
+from minitrain.bench.measure import measure
 from minitrain.bench.measure_policy import measure_policy
 from minitrain.bench.measure_sampling import check_sampling, measure_sampling
 from minitrain.bench.proxy import extrapolate, make_proxy, note, parse_counts
 from minitrain.bench.report import calibration_line, details, table
+from minitrain.bench.rows import load_row
 from minitrain.bench.shrink import run_shrunk, shrink
 from minitrain.bench.versus import check_installed, check_versus, versus
 from minitrain.errors import InputError, refused

@@ -26,7 +26,7 @@ from statistics import median_high
 
 import torch
 
-from minitrain.bench.measure import published_step_time, rates, token_flops
+from minitrain.bench.figures import published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.parallel.pipeline_split import local_stages

@@ -29,7 +29,7 @@ from statistics import NormalDist
 from torch import Tensor
 
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
-from minitrain.bench.measure import placed, rates
+from minitrain.bench.figures import placed, rates
 from minitrain.bench.measure_policy import published_lengths
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig

@@ -15,8 +15,10 @@ import torch
 import yaml
 from torch.distributed.fsdp import FSDPModule
 
+from minitrain.bench import figures
 from minitrain.bench.decoding import bytes_read, model_reads
-from minitrain.bench.measure import load_row, result, row_name, token_flops
+from minitrain.bench.figures import token_flops
+from minitrain.bench.measure import result
 from minitrain.bench.measure_sampling import (
     decoding_figures,
     make_prompts,
@@ -24,6 +26,7 @@ from minitrain.bench.measure_sampling import (
     sampling_figures,
 )
 from minitrain.bench.report import beside, details, in_width, markdown, sized, table
+from minitrain.bench.rows import CONVENTIONS, load_row, row_name
 from minitrain.commands import bench as commands
 from minitrain.commands import bench_cli as benchmark_cli
 from minitrain.errors import InputError
@@ -154,6 +157,10 @@ def test_wrong_published_figures_are_refused_before_a_run(reference, line, tmp_p
     file.write_text(f"model: llama3-8b-tiny\nreference: {{{reference}}}\n")
     with pytest.raises(InputError, match=line):
         load_row(file, [])
+
+
+def test_every_convention_that_a_row_may_name_has_a_formula():
+    assert tuple(figures.CONVENTIONS) == CONVENTIONS
 
 
 def test_row_names():

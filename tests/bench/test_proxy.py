@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import bench
-from minitrain.bench.measure import compare, load_row, placed, published_step_time, rates
+from minitrain.bench.figures import compare, placed, published_step_time, rates
 from minitrain.bench.proxy import (
     LEFT_OUT,
     cut_layers,
@@ -17,14 +17,13 @@ from minitrain.bench.proxy import (
     note,
     parse_counts,
 )
-from minitrain.bench.report import label
-from minitrain.bench.rows import CONFIGS
+from minitrain.bench.report import is_of_system, label
+from minitrain.bench.rows import CONFIGS, load_row
 from minitrain.commands import bench as benchmark
 from minitrain.commands.bench import write_result
 from minitrain.errors import InputError
 from minitrain.run.config.layout_checks import micro_batches
 from minitrain.run.config.load import load
-from minitrain.run.monitor.hardware import is_of_system
 from minitrain.settings import Lora
 from minitrain.simulator import simulate_policy
 from tests.helpers.commands import command

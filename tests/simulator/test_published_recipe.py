@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from minitrain.bench.measure import load_row
-from minitrain.bench.rows import CONFIGS, RECIPE, constants, published_rows
+from minitrain.bench.rows import CONFIGS, RECIPE, constants, load_row, published_rows
 from minitrain.commands.bench import layouts
 from minitrain.run.config.load import from_dict
 from minitrain.simulator import recipe

@@ -38,12 +38,6 @@ PEAKS = (
     ("B200", 2250e12, None),
 )
 
-OTHER_FORMS = {
-    "pcie",
-    "nvl",
-    "mig",
-}  # words in the names of GPUs that are slower than a system's, or parts of them
-
 ATTENTION_LENGTH = 8192  # tokens of the attention that is timed on CUDA
 MATMUL_SIZE = 8192  # rows, columns and depth of the product that is timed on CUDA
 RUN = 0.1  # seconds for which something is repeated to measure its rate
@@ -70,15 +64,6 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 def compute_dtype(config: Config) -> torch.dtype:
     return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(
         config.precision, torch.bfloat16
-    )
-
-
-def is_of_system(machine: str, system: str) -> bool:
-    """Return whether `machine`, a system's or a device's name, belongs to a published system."""
-    words = set(machine.lower().split())
-    name = system.lower()
-    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(
-        OTHER_FORMS
     )
 
 
