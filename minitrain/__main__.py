@@ -29,7 +29,7 @@ FILES = {
     "evaluate": "commands.evaluate",
     "generate": "commands.generate",
     "merge": "commands.merge_cli",
-    "bench": "commands.bench_cli",
+    "bench": "commands.bench",
 }
 
 

@@ -122,7 +122,7 @@ def check_command(line: str) -> None:
     arguments = words[start + 2 if "-m" in words else start + 1 :]
     known = source.read_text(encoding="utf-8")
     if name == "bench.py":
-        known += (ROOT / "minitrain" / "benchmark_cli.py").read_text(encoding="utf-8")
+        known += (ROOT / "minitrain/commands/bench.py").read_text(encoding="utf-8")
     options = [word.split("=")[0] for word in arguments if word.startswith("--")]
     assert not [option for option in options if f'"{option}"' not in known], line
     settings = [word for word in arguments if re.match(r"[a-z][\w.]*=", word) and "," not in word]

@@ -37,7 +37,8 @@ REFERENCE = {  # kinds of what a config's `reference` may say
     **dict.fromkeys(("changed", "ours"), list[str]),
     "recipe": dict,
 }
-RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
+# see simulator/predict.py
+RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}
 # how a table counts FLOPs: functions of run/monitor/flops.py
 CONVENTIONS = ("clean", "automodel", "nemo_pretrain", "nemo_squad")
 # sections of systems.yaml with what a recipe may name

@@ -19,7 +19,8 @@ from minitrain.run.monitor.hardware import (
     measure_matmul,
     measure_memory,
 )
-from minitrain.simulator.timeline import BESIDE, System, load_system
+from minitrain.settings import Config
+from minitrain.simulator.timeline import BESIDE, System, load_system, own_system
 from minitrain.simulator.trace import Event
 
 # part of a device's name -> the system in systems.yaml
@@ -59,6 +60,16 @@ def calibrate(device: torch.device) -> dict:
         "memory": measure_memory(device),
         **machine,
     }
+
+
+def chosen_system(config: Config, word: str | None) -> System:
+    """Return what --system names, or by default what the config's published row ran on.
+
+    Raises InputError for an unknown one.
+    """
+    return (
+        load_system(own_system(config), "reference.system") if word is None else find_system(word)
+    )
 
 
 def find_system(word: str) -> System:

@@ -22,14 +22,13 @@ A published run's stack pays for more than that: see `Stack`.
 """
 
 import math
-import time
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from torch import Tensor
 
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
-from minitrain.bench.figures import placed, rates
+from minitrain.bench.figures import rates
 from minitrain.bench.measure_policy import published_lengths
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
@@ -37,15 +36,7 @@ from minitrain.models.zoo import empty_model
 from minitrain.run.config.layout_checks import row_ranks, stated_ranks
 from minitrain.run.monitor.flops import policy_flops
 from minitrain.settings import GRPO, Config, Data
-from minitrain.simulator.simulate import (
-    TWICE,
-    Simulation,
-    counted_result,
-    peak_rate,
-    record,
-    simulated_figures,
-    time_traces,
-)
+from minitrain.simulator.simulate import TWICE, Simulation, peak_rate
 from minitrain.simulator.timeline import System
 from minitrain.training.footprint import state_bytes
 
@@ -82,30 +73,6 @@ class Rollouts:
     @property
     def tokens(self) -> int:
         return self.responses * (self.prompt + self.mean)
-
-
-def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """Return the simulation of an optimizer step, and the result of a config of any task.
-
-    Of a GRPO step, FLOPs and messages are those of its optimizer steps alone: sampling and
-    log-probabilities are not traced.
-    """
-    began = time.perf_counter()
-    config = placed(config, stated_ranks(config), system.name)
-    if config.task == "grpo":
-        trainer = training_config(config)
-        simulation = time_traces(trainer, record(trainer), system)
-        peaks = [
-            trace.peak | held_besides(config, trace.peak) for trace in simulation.traces.values()
-        ]
-        found = counted_result(config, row, system, simulation, peaks, updates_of(config))
-        found |= policy_figures(config, system, simulation, None) | {
-            "response_tokens": rollouts_of(config).mean
-        }
-    else:
-        simulation = time_traces(config, record(config), system)
-        found = simulated_figures(config, row, system, simulation)
-    return simulation, found | {"simulated_in_s": time.perf_counter() - began}
 
 
 def policy_figures(

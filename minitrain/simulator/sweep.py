@@ -16,7 +16,7 @@ from minitrain.errors import InputError
 from minitrain.run.config.layout_checks import stated_ranks, training_ranks
 from minitrain.run.config.load import load
 from minitrain.settings import Config, Parallel
-from minitrain.simulator.simulate_policy import predicted_row
+from minitrain.simulator.predict import predicted_row
 from minitrain.simulator.timeline import System
 
 

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from minitrain.bench.rows import constants
 from minitrain.errors import InputError
+from minitrain.settings import Config
 from minitrain.simulator.trace import SHARDS, Event, Trace
 
 # rows and columns of a matrix product's result that a multiprocessor computes at a time
@@ -171,6 +172,11 @@ def load_system(name: str, setting: str = "--system") -> System:
     if name.lower() not in known:
         raise InputError(f"{setting}={name} is not one of {', '.join(known)}")
     return System(name.lower(), **rates_of(known[name.lower()]))
+
+
+def own_system(config: Config) -> str:
+    """Return the name of the system that the config's published row ran on."""
+    return config.reference.get("system", "dgx-h100").lower()
 
 
 def rates_of(values: dict) -> dict:

@@ -28,7 +28,6 @@ from minitrain.bench.measure_sampling import (
 from minitrain.bench.report import beside, details, in_width, markdown, sized, table
 from minitrain.bench.rows import CONVENTIONS, load_row, row_name
 from minitrain.commands import bench as commands
-from minitrain.commands import bench_cli as benchmark_cli
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
 from minitrain.run.config.load import from_dict, load
@@ -39,7 +38,7 @@ main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]
 
 
 def bench_options(*words: str):
-    return benchmark_cli.parser().parse_args(list(words))
+    return commands.parser().parse_args(list(words))
 
 
 WAN = [
@@ -813,13 +812,14 @@ def test_a_result_is_kept_though_nobody_reads_what_is_printed(tmp_path):
 def test_a_result_is_kept_though_the_other_library_fails(monkeypatch):
     written = []
     monkeypatch.setattr(commands, "run", lambda *_: {"row": "row"})
-    monkeypatch.setattr(commands, "start", lambda *_: None)
+    monkeypatch.setattr("minitrain.run.launch.start.start", lambda *_: None)
     monkeypatch.setattr(
         commands, "write_result", lambda result, file, wide: written.append((result, file))
     )
     case = commands.Case("row", None, [(None, {"proxy": True})])
     options = bench_options("--versus", "peft", "--json", "file")
-    with patch.object(commands, "versus", side_effect=MemoryError), pytest.raises(MemoryError):
+    fails = patch("minitrain.bench.versus.versus", side_effect=MemoryError)
+    with fails, pytest.raises(MemoryError):
         commands.run_case(case, options)
     assert written == [({"row": "row", "proxy": True}, "file")]
 
@@ -871,7 +871,7 @@ def test_a_sweep_that_is_stopped_shows_what_it_has_found(monkeypatch, capsys):
         assert capsys.readouterr().out == "tp=3: does not divide\n"
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(commands, "sweep", stopped)
+    monkeypatch.setattr("minitrain.simulator.sweep.sweep", stopped)
     monkeypatch.setattr("sys.argv", ["bench.py", "--simulate", "--sweep", "tp=1,3,4"])
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -519,6 +519,22 @@ def test_the_list_needs_no_torch():
     assert done.returncode == 0 and "69 rows" in done.stdout, done.stderr
 
 
+def test_what_needs_no_torch_is_answered_without_it(tmp_path):
+    """--help, --report, and mistakes: of an option or its number, of a setting, of a row's name."""
+    code = f"""
+import sys, bench
+for words in ("--help", "--report --out {tmp_path}", "--stepz 3", "model.num_layer=2",
+              "--config no/such-row", "--steps 0"):
+    try:
+        bench.main(words.split())
+    except (bench.cli.InputError, SystemExit):
+        assert not words.startswith("--report"), words
+    assert "torch" not in sys.modules, words
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_rates_are_counted_work_over_seconds(monkeypatch):
     """On a machine where every call takes 0.1 s: causal attention 2 s^2 d per head, backward 2.5 times that."""
     monkeypatch.setattr(hardware, "_seconds_per_call", lambda *_: 0.1)
