@@ -2,7 +2,6 @@
 
 import json
 import sys
-from datetime import date
 from pathlib import Path
 
 from minitrain.errors import InputError, refused
@@ -34,19 +33,6 @@ def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
         need(where, {"result": result}, dict, "result")
         found.append((where, result))
     return found
-
-
-def append(outcome: dict, file: str | None) -> None:
-    """Append a line of JSON to a file, apart from one that a kill has cut short before it."""
-    if not file:
-        return
-    note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
-    line = json.dumps(outcome | note) + "\n"
-    with refused(f"--json={file} cannot be written"):
-        if Path(file).is_file() and Path(file).read_bytes()[-1:] not in (b"", b"\n"):
-            line = "\n" + line
-        with open(file, "a", encoding="utf-8") as results:
-            results.write(line)
 
 
 def need(where: str, values: dict, kind: type, *names: str) -> None:

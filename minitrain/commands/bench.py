@@ -25,18 +25,20 @@ the end.
 """
 
 import gc
+import json
 import math
-import os
 import signal
 import sys
 import traceback
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import date
+from functools import partial
 from pathlib import Path
 
-from minitrain.bench.report import append, calibration_line, details, table
+from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.rows import list_rows, load_row
-from minitrain.errors import InputError
+from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.launch import cli
@@ -140,7 +142,7 @@ def bench(options: Namespace) -> None:
     if options.calibrate or (compared and not options.dry_run):
         show_calibration(load_row(files[0], overrides)[1], options.json)
     if options.sweep and options.simulate:
-        simulate_combinations(files[0], overrides, options)
+        rank_combinations(files[0], overrides, options)
     elif not alone:
         run_all(cases, options)
     tell_next(options)
@@ -355,6 +357,7 @@ def run_measured(row: str, config: Config, options: Namespace) -> dict:
     from minitrain.bench.measure_policy import measure_policy
     from minitrain.run.launch.start import pick_device, start
     from minitrain.run.monitor.hardware import describe
+    from minitrain.simulator.fake_world import announce_memory
 
     length = options.steps, options.warmup
     config = placed(config, world_size(), describe(pick_device(config.device))["device"])
@@ -370,30 +373,6 @@ def run_beside(row: str, config: Config, options: Namespace) -> dict:
     from minitrain.run.launch.start import start
 
     return versus(config, start(config), row, options.steps, options.warmup, options.versus)
-
-
-def announce_memory(row: str, config: Config) -> dict[str, float]:
-    """Print, before anything is allocated, how much memory a rank will need.
-
-    Returns that for the config's result. Under torchrun for the first config alone, whose process
-    group stays up.
-    """
-    import torch.distributed as dist
-
-    from minitrain.simulator.fake_world import estimate_memory
-
-    if not is_first_rank():
-        return {}
-    # by an earlier config, but the estimate has a group of its own
-    if dist.is_initialized():
-        if "WORLD_SIZE" in os.environ:
-            return {}
-        dist.destroy_process_group()
-    kinds = estimate_memory(config, world_size())
-    parts = ", ".join(f"{kind} {size:.3g}" for kind, size in kinds.items())
-    print(f"{row}: estimated peak memory {sum(kinds.values()):.3g} GiB ({parts})", flush=True)
-    working = kinds["activations"] + kinds["gathered"]
-    return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
 
 
 def show_calibration(config: Config, file: str | None) -> None:
@@ -421,25 +400,12 @@ def run_simulated(row: str, config: Config, options: Namespace) -> dict:
     return outcome
 
 
-def simulate_combinations(file: str, overrides: list[str], options: Namespace) -> None:
-    """Rank the combinations of `--sweep` that can run, and say why the others cannot."""
+def rank_combinations(file: str, overrides: list[str], options: Namespace) -> None:
     from minitrain.simulator.calibrate import chosen_system
-    from minitrain.simulator.sweep import ranking, sweep
+    from minitrain.simulator.sweep import rank
 
     system = chosen_system(load_row(file, overrides)[1], options.system)
-    results = []
-    try:
-        for result in sweep(file, overrides, options.sweep, system):
-            results.append(result)
-            told = result.get("error") or f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s/GPU"
-            print(f"{result['settings']}: {told}", flush=True)
-            if "error" not in result:
-                append(result, options.json)
-    finally:
-        # also where SIGTERM or Ctrl-C ends it
-        print(ranking(results), flush=True)
-    if all("error" in result for result in results):
-        raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
+    rank(file, overrides, options.sweep, system, partial(append, file=options.json))
 
 
 # --- what is told and written
@@ -469,8 +435,27 @@ def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
         slowed = outcome["step_time_s"] > 1.5 * outcome.get("step_time_min_s", math.inf)
         if outcome["mode"] == "measured" and (slowed or outcome["mfu"] > 1):
             print(f"warning: {outcome['row']}: {UNSTEADY}", file=sys.stderr, flush=True)
+        if outcome["mfu"] > 1:
+            rate = (
+                f"the matmul rate of {outcome['device']}, {outcome['matmul_tflops']:.4g} TFLOP/s,"
+            )
+            line = f"MFU of {outcome['mfu']:.1%}: {rate} is at fault, or a rate above it is"
+            print(f"warning: {outcome['row']}: {line}", file=sys.stderr, flush=True)
     finally:
         append(outcome, file)
+
+
+def append(outcome: dict, file: str | None) -> None:
+    """Append a line of JSON to a file, apart from one that a kill has cut short before it."""
+    if not file:
+        return
+    note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
+    line = json.dumps(outcome | note) + "\n"
+    with refused(f"--json={file} cannot be written"):
+        if Path(file).is_file() and Path(file).read_bytes()[-1:] not in (b"", b"\n"):
+            line = "\n" + line
+        with open(file, "a", encoding="utf-8") as results:
+            results.write(line)
 
 
 def tell(row: str, error: Exception, debug: bool) -> None:

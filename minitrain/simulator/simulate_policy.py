@@ -40,8 +40,6 @@ from minitrain.simulator.simulate import TWICE, Simulation, peak_rate
 from minitrain.simulator.timeline import System
 from minitrain.training.footprint import state_bytes
 
-# bytes/s between a GPU and its host, each way: NVIDIA/nvbandwidth issue 24, 52.8e9 with an H100
-HOST_LINK = 50e9
 # standard deviation of the logarithm of responses' lengths: not published; decode_* of nemo-rl are fitted with it
 LENGTH_SPREAD = 0.8
 
@@ -248,7 +246,7 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
             / config.rollout.tp
             / (system.nvlink if gpus <= system.domain else system.network)
         )
-        return weights + offload_seconds(config, parameters) / gpus
+        return weights + offload_seconds(config, system, parameters) / gpus
     gathering = 2 * count / stack.gather
     if config.grpo.generation_ranks:
         return gathering
@@ -256,7 +254,9 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
     return gathering + tensors * stack.tensor + stack.wake + 12 * count / gpus / stack.offload
 
 
-def offload_seconds(config: Config, parameters: list[tuple[str, Tensor]]) -> float:
+def offload_seconds(
+    config: Config, system: System, parameters: list[tuple[str, Tensor]]
+) -> float:
     """Return the seconds until all optimizer states and the reference are on one host, and back.
 
     parameters: the model's, by name.
@@ -270,4 +270,4 @@ def offload_seconds(config: Config, parameters: list[tuple[str, Tensor]]) -> flo
     size = 0
     for name, parameter in parameters:
         size += parameter.numel() * (state_bytes(name, parameter, config.optim) + reference)
-    return 2 * size / HOST_LINK
+    return 2 * size / system.host_link

@@ -34,7 +34,7 @@ class Trainer:
     """This rank's model, optimizer and objective.
 
     objective: by default that of the config's task.
-    fill: see `build_model`.
+    fill: see `build_model`. build(config, meshes, fill): called in its place, as the simulator does.
     """
 
     def __init__(
@@ -43,13 +43,14 @@ class Trainer:
         meshes: Meshes,
         objective=None,
         fill: Callable[[Module], None] | None = None,
+        build: Callable[..., Module] = build_model,
     ):
         self.config = config
         self.meshes = meshes
         self.objective = objective or make_objective(config)
         check_objective(self.objective, config.parallel)
         self.device = meshes.device
-        self.model = build_model(config, meshes, fill)
+        self.model = build(config, meshes, fill)
         self.optimizer = make_optimizer(self.model, config.optim)
 
     def micro_batches(self, dataset, step: int, read: Callable = rows) -> list[Batch]:

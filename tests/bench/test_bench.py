@@ -80,6 +80,18 @@ def test_a_busy_machine_is_told_of(capsys, seconds, matmul, unsteady):
     assert ("warning: row: steps were not of one speed" in capsys.readouterr().err) == unsteady
 
 
+@pytest.mark.parametrize("mode", ["measured", "extrapolated"])
+def test_more_than_all_of_a_machines_rate_is_told_of(capsys, mode):
+    """A step of 2 s on a machine of 1 GFLOP/s."""
+    tree = {"model": "llama3-8b", "batch": {"global": 1, "micro": 1, "seq_len": 4}}
+    found = outcome(tree, [2.0] * 3, 1e9) | {"mode": mode, "left_out": "", "device": "slow"}
+    commands.write_result(found, None)
+    line = f"warning: row: MFU of {found['mfu']:.1%}: the matmul rate of slow, 0.001 TFLOP/s, is at fault"
+    assert found["mfu"] > 1 and line in capsys.readouterr().err
+    commands.write_result(found | {"mfu": 0.99}, None)
+    assert "MFU of" not in capsys.readouterr().err
+
+
 def test_figures_are_arithmetic():
     tree = {"model": "llama3-8b", "batch": {"global": 8, "micro": 2, "seq_len": 4096}}
     reference = {"tokens_per_sec_per_gpu": 1000, "convention": "nemo_pretrain"}

@@ -26,7 +26,8 @@ from minitrain.settings import Config
 
 # (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match
 # counts, so GB200 stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90
-# TFLOP/s.
+# TFLOP/s. Other people's tables count MFU by these peaks; what kernels reach, by which the simulator
+# counts, stands in bench/systems.yaml.
 PEAKS = (
     ("H100 PCIe", 756e12, 51e12),
     ("H100 NVL", 835e12, 60e12),
