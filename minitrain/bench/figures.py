@@ -7,11 +7,9 @@ import dataclasses
 from collections.abc import Callable
 
 from minitrain.bench.report import is_of_system
-from minitrain.run.monitor.flops import automodel, clean, count_flops, nemo_pretrain, nemo_squad
+from minitrain.run.monitor import flops as conventions
+from minitrain.run.monitor.flops import clean, count_flops
 from minitrain.settings import Config
-
-# by the names that rows.py admits
-CONVENTIONS = {each.__name__: each for each in (clean, automodel, nemo_pretrain, nemo_squad)}
 
 
 def rates(config: Config, tokens: float, matmul: float, flops: float, table_flops: float) -> dict:
@@ -70,7 +68,8 @@ def token_flops(config: Config, visible: float = 1.0) -> tuple[float, float]:
 
 def table_convention(config: Config) -> Callable:
     """Return how the row's table counts FLOPs; `clean` for a config that stands in no table."""
-    return CONVENTIONS[config.reference.get("convention", "clean")]
+    # rows.py lists the names
+    return getattr(conventions, config.reference.get("convention", "clean"))
 
 
 def placed(config: Config, ranks: int, machine: str) -> Config:

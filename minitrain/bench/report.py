@@ -264,10 +264,9 @@ def is_sampling(result: dict) -> bool:
 def on_own_system(result: dict) -> bool:
     """Return False for a result of another system than its config's published row names."""
     published = result["reference"].get("system")
-    if result["mode"] == "simulated" or not published:
-        system = result.get("system")
-        return not (system and published) or system.lower() == published.lower()
-    return is_of_system(result["device"], published)
+    if published and result["mode"] == "simulated":
+        return (result.get("system") or published).lower() == published.lower()
+    return not published or is_of_system(result["device"], published)
 
 
 def is_of_system(machine: str, system: str) -> bool:

@@ -21,7 +21,14 @@ from minitrain.bench.report import (
     result_lines,
     short,
 )
-from minitrain.bench.rows import FIGURES, constants, read_reference, row_trees, typed
+from minitrain.bench.rows import (
+    FIGURES,
+    constants,
+    is_published,
+    read_reference,
+    row_trees,
+    typed,
+)
 from minitrain.errors import InputError
 
 LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
@@ -133,11 +140,6 @@ def merge_results(results: list[dict], day: str) -> Report:
     """Return all published rows, with what there is of each."""
     report = Report({}, [], [], {}, day)
     rows = {name: Row(name, tree) for name, tree in row_trees().items()}
-    for row in rows.values():
-        title = row.reference["source"]
-        if title.startswith("NeMo Framework"):  # which has a table for each system
-            title += f", {row.reference['system']}"
-        report.tables.setdefault(title, []).append(row)
     for result in results:
         mode = result["mode"]
         machine = f"{result['device']}, torch {result['torch']}"
@@ -153,6 +155,13 @@ def merge_results(results: list[dict], day: str) -> Report:
         else:
             # compared with nothing, though a file of results may say otherwise
             report.others.append(result | {"ratio": None, "as_published": None})
+    for row in rows.values():
+        title = row.reference["source"]
+        # which has a table for each system
+        if title.startswith("NeMo Framework"):
+            title += f", {row.reference['system']}"
+        if row.results or is_published(row.name):
+            report.tables.setdefault(title, []).append(row)
     return report
 
 
@@ -188,8 +197,7 @@ def summary(report: Report) -> str:
     Errors are of simulated rows that no constant was fitted to, by the published run's recipe. A
     row of one's own counts nowhere.
     """
-    known = {*constants("fitted_on"), *constants("held_back")}
-    rows = [row for row in report.rows if row.name in known]
+    rows = [row for row in report.rows if is_published(row.name)]
     parts = [f"{len(rows)} published rows"]
     for kind in MODES:
         ratios = [row.results[kind]["ratio"] for row in rows if kind in row.results]

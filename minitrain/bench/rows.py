@@ -15,8 +15,8 @@ from minitrain.run.launch.cli import CONFIGS
 from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-# folders of configs, in the order of the tables
-TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")
+# folders of configs, in the order of the tables; the last is for rows of one's own, see `is_published`
+TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm", "own")
 SOURCES = {  # of published tables, by how their titles begin
     "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
     "NeMo Framework 25.04": "https://docs.nvidia.com/nemo-framework/user-guide/latest/performance/archive/"
@@ -112,14 +112,20 @@ def typed(values: dict, kinds: dict[str, Any], prefix: str) -> dict:
     return found
 
 
-def published_rows() -> dict[str, dict]:
-    """Return `reference` of every row's config, by the row's name."""
-    return {name: tree["reference"] for name, tree in row_trees().items()}
+def published_rows(own: bool = False) -> dict[str, dict]:
+    """Return `reference` of every published row's config, by the row's name; with `own`, of all."""
+    trees = row_trees().items()
+    return {name: tree["reference"] for name, tree in trees if own or is_published(name)}
+
+
+def is_published(name: str) -> bool:
+    """Return False for a row of one's own, in whatever folder: it is compared, but never counted."""
+    return name in constants("fitted_on") or name in constants("held_back")
 
 
 def list_rows() -> str:
     """Return all rows as a Markdown table, and below it what is wrong with published figures."""
-    rows = published_rows()
+    rows = published_rows(own=True)
     figures = list(rows.values())
     errors = {name: row["known_error"] for name, row in rows.items() if "known_error" in row}
     columns = {
@@ -131,7 +137,8 @@ def list_rows() -> str:
         "step s": column(figures, "step_time_s", ".4g"),
     }
     notes = "\n".join(f"* {name}: {text}" for name, text in errors.items())
-    return f"{markdown(columns)}\n\n{len(rows)} rows, rates per GPU; as published, but:\n{notes}"
+    count = len([name for name in rows if is_published(name)])
+    return f"{markdown(columns)}\n\n{count} rows, rates per GPU; as published, but:\n{notes}"
 
 
 # --- a config as a row

@@ -13,6 +13,7 @@ import torch
 
 from minitrain.bench import rows
 from minitrain.bench.page import bar, path, write_report
+from minitrain.bench.results import merge_results, summary
 from minitrain.bench.rows import published_rows
 from minitrain.errors import InputError
 from minitrain.run.monitor import hardware
@@ -511,6 +512,18 @@ def test_lanes_show_what_each_rank_does():
         "F...BBUU",
         ".FBBUUUU",
     ]
+
+
+def test_a_run_on_another_gpu_is_compared_with_no_row():
+    """Though the line was kept with a ratio, and without what was changed: LoRA's on an H200, of a row of an H100."""
+    row = "automodel/llama3-8b-lora-1gpu"
+    measured = dict(world_size=1, system="DGX-H100", reference=PUBLISHED[row])
+    for device, counts in (("NVIDIA H200", False), ("NVIDIA H100 80GB HBM3", True)):
+        result = line(row, "measured", 1.25, device=device, **measured)
+        report = merge_results([result], "")
+        (found,) = (each for each in report.rows if each.name == row)
+        assert ("measured" in found.results) == counts == ("1 measured" in summary(report))
+        assert [each["ratio"] for each in report.others] == [None] * (not counts)
 
 
 def test_the_list_needs_no_torch():
