@@ -1,5 +1,7 @@
-"""The throughput benchmark: `python bench.py --help`. Its program is minitrain/commands/bench.py, which
-installs with the package, as `minitrain bench`."""
+"""The throughput benchmark: `python bench.py --help`.
+
+Its program is minitrain/commands/bench.py, which installs with the package, as `minitrain bench`.
+"""
 
 from minitrain.commands.bench import main, parser
 from minitrain.run.launch import cli

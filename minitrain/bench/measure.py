@@ -5,10 +5,9 @@ from statistics import median_high as median
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import (  # no public names for what the compiler has done
-    calculate_time_spent,
-    counters,
-)
+
+# no public names for what the compiler has done
+from torch._dynamo.utils import calculate_time_spent, counters
 from tqdm import tqdm
 
 from minitrain.bench.breakdown import profiled, working_memory
@@ -60,7 +59,8 @@ def measure(
     flops = token_flops(config, visible_share(data))
     outcome = result(config, row, device, times[warmup:], matmul, flops) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
-        "recompiles": graphs[-1] - graphs[:2][-1],  # after the second step
+        # after the second step
+        "recompiles": graphs[-1] - graphs[:2][-1],
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
     if profile:

@@ -1,5 +1,6 @@
-"""`bench.py --report`: results beside what was published, in the tables of the published pages, and
-as Markdown.
+"""Put results beside what was published: `bench.py --report`.
+
+They stand in the tables of the published pages, as Markdown too.
 
 Of several results for a row, the last one of each kind counts: simulated (and, where the published
 run differed, by its recipe), measured as a whole, or extrapolated from proxies. What cannot stand
@@ -31,8 +32,10 @@ from minitrain.bench.rows import (
 )
 from minitrain.errors import InputError
 
-LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
-OPTIONAL = {  # kinds of what a result may have, or have as null
+# of a simulated figure's error, beyond which it is named
+LIMIT = 0.35
+# kinds of what a result may have, or have as null
+OPTIONAL = {
     **dict.fromkeys(
         (
             "ratio",
@@ -48,7 +51,8 @@ OPTIONAL = {  # kinds of what a result may have, or have as null
     "timeline": list[str],
     "as_published": dict,
 }
-MODES = {  # kinds of results, in the order of the columns, and what each is
+# kinds of results, in the order of the columns, and what each is
+MODES = {
     "simulated": "our code in the published layout, with our kernels, predicted on fake tensors",
     "fastest": "our code in a faster layout of as many GPUs and as much memory (`--ours`)",
     "recipe": "the published run, predicted with its own kernels and costs (`reference.recipe`): "
@@ -165,7 +169,7 @@ def merge_results(results: list[dict], day: str) -> Report:
     return report
 
 
-# --------------------------------------------------------------------------------------------- accuracy
+# --- accuracy
 
 
 def held_back(rows: list[Row]) -> list[Row]:
@@ -257,7 +261,7 @@ def differs(row: Row) -> str:
     return f"published run {row.reference['differs']}"
 
 
-# ----------------------------------------------------------------------------------------------- tables
+# --- tables
 
 
 def cells(rows: list[Row]) -> dict[str, list[str]]:

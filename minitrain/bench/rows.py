@@ -17,7 +17,8 @@ from minitrain.settings import Config
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 # folders of configs, in the order of the tables; the last is for rows of one's own, see `is_published`
 TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm", "own")
-SOURCES = {  # of published tables, by how their titles begin
+# of published tables, by how their titles begin
+SOURCES = {
     "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
     "NeMo Framework 25.04": "https://docs.nvidia.com/nemo-framework/user-guide/latest/performance/archive/"
     "25.04-performance-summary.html",
@@ -27,7 +28,8 @@ SOURCES = {  # of published tables, by how their titles begin
 
 # figures, one of which is compared
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
-REFERENCE = {  # kinds of what a config's `reference` may say
+# kinds of what a config's `reference` may say
+REFERENCE = {
     **dict.fromkeys(("source", "system", "convention", "known_error", "differs", "layout"), str),
     **dict.fromkeys(
         (*FIGURES, *(f"corrected_{name}" for name in FIGURES), "step_time_s", "mean_response"),
@@ -56,8 +58,9 @@ def constants(section: str) -> Any:
 
 
 def row_trees() -> dict[str, dict]:
-    """Return what every row's config says, by the row's name: its file under configs/, without the
-    ending.
+    """Return what every row's config says, by the row's name.
+
+    That is its file under configs/, without the ending.
     """
     files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
     return {str(file.relative_to(CONFIGS).with_suffix("")): read_row(file) for file in files}
@@ -132,7 +135,8 @@ def list_rows() -> str:
         "row": [f"{name} *" if name in errors else name for name in rows],
         "system": [row["system"].removeprefix("DGX-") for row in figures],
         "GPUs": column(figures, "gpus", ""),
-        "tokens/s": column(figures, "tokens_per_sec_per_gpu", ",.6g"),  # and GPU
+        # per GPU, as are TFLOP/s
+        "tokens/s": column(figures, "tokens_per_sec_per_gpu", ",.6g"),
         "TFLOP/s": column(figures, "tflops_per_gpu", ".6g"),
         "step s": column(figures, "step_time_s", ".4g"),
     }
@@ -154,12 +158,14 @@ def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
     row = row_name(file)
     config.reference = read_reference(config.reference)
     if config.reference:
-        own = CONFIGS / f"{row}.yaml"  # a copy in another configs/ may have been edited
+        # a copy in another configs/ may have been edited
+        own = CONFIGS / f"{row}.yaml"
         published = load(own if "/" in row and own.is_file() else file)
         theirs = work(published)
         if changed := [name for name, ours in work(config).items() if ours != theirs[name]]:
             config.reference["changed"] = changed
-        if "mean_response" in config.reference:  # the published tokens are of so many responses
+        # the published tokens are of so many responses
+        if "mean_response" in config.reference:
             config.reference["responses"] = published.grpo.prompts * published.grpo.group
     return row, config
 
@@ -172,7 +178,8 @@ def work(config: Config) -> dict:
     settings["model"] = config.model.config
     settings["precision"] = config.precision.removesuffix("-pure")
     settings["data"] = config.data.packed, config.data.size, config.data.text_tokens
-    settings["grpo.kl"] = is_policy and config.grpo.kl > 0  # a forward pass of the reference
+    # a forward pass of the reference
+    settings["grpo.kl"] = is_policy and config.grpo.kl > 0
     return settings
 
 

@@ -84,7 +84,7 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
     return groups
 
 
-# ------------------------------------------------------------------------------------ attention and the head's gradient
+# --- attention and the head's gradient
 
 
 @torch.library.custom_op("minitrain::attention", mutates_args=())
@@ -188,7 +188,7 @@ def fake_add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     torch.ops.minitrain.add_product(total, a, b)
 
 
-# -------------------------------------------------------------------------------------------------------------- a step
+# --- a step
 
 
 def trace_step(

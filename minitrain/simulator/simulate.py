@@ -209,7 +209,7 @@ def representatives(config: Config) -> dict[int, int]:
     return alike
 
 
-# -------------------------------------------------------------------------------------------------------- the figures
+# --- the figures
 
 
 def simulated_figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
@@ -269,7 +269,7 @@ def peak_rate(config: Config, system: System) -> float:
     return system.fp8 if config.precision == "fp8" else system.bf16
 
 
-# ------------------------------------------------------------------------------------------- from few micro-batches
+# --- from few micro-batches
 
 
 def typical_events(trace: Trace) -> set[int]:
@@ -308,7 +308,7 @@ def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
     return line.end + ((starts[2] - starts[1]) * (micro_batches - 3) if len(starts) == 3 else 0.0)
 
 
-# ------------------------------------------------------------------------------------------ a pipeline's ranks together
+# --- a pipeline's ranks together
 
 
 def pipelined(

@@ -136,7 +136,7 @@ def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
     return {"reference": reference, "sampler": sampler}
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# --- training
 
 
 def training_config(config: Config) -> Config:
@@ -165,7 +165,7 @@ def forward_share(config: Config) -> float:
     return 1 / ((2 if config.lora else 3) + (config.recompute in TWICE))
 
 
-# ------------------------------------------------------------------------------------------------------------- sampling
+# --- sampling
 
 
 def generation_seconds(config: Config, system: System, stack: Stack | None) -> float:
@@ -226,7 +226,7 @@ def share_longer(length: float, location: float) -> float:
     return NormalDist(-location, LENGTH_SPREAD).cdf(-math.log(max(length, 1e-9)))
 
 
-# ---------------------------------------------------------------------------------------------------------------- refit
+# --- refit
 
 
 def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:

@@ -155,10 +155,10 @@ reference: {source: my cluster, system: DGX-H100, gpus: 1, tokens_per_sec_per_gp
 @pytest.fixture
 def mine(tmp_path, monkeypatch) -> str:
     """A row of one's own beside the published ones; returns its name."""
+    (tmp_path / "configs/own").mkdir(parents=True)
     for file in CONFIGS.iterdir():
-        (tmp_path / "configs" / file.name).parent.mkdir(exist_ok=True)
-        (tmp_path / "configs" / file.name).symlink_to(file)
-    (tmp_path / "configs/own").mkdir()
+        if file.name != "own":
+            (tmp_path / "configs" / file.name).symlink_to(file)
     (tmp_path / "configs/own/mine.yaml").write_text(MINE)
     for module in (rows, cli):
         monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
