@@ -36,8 +36,8 @@ from minitrain.models.zoo import empty_model
 from minitrain.run.config.layout_checks import row_ranks, stated_ranks
 from minitrain.run.monitor.flops import policy_flops
 from minitrain.settings import GRPO, Config, Data
-from minitrain.simulator.simulate import TWICE, Simulation, peak_rate
-from minitrain.simulator.timeline import System
+from minitrain.simulator.simulate import TWICE, Simulation
+from minitrain.simulator.timeline import System, peak_rate
 from minitrain.training.footprint import state_bytes
 
 # standard deviation of the logarithm of responses' lengths: not published; decode_* of nemo-rl are fitted with it

@@ -190,6 +190,11 @@ def own_system(config: Config) -> str:
     return config.reference.get("system", "dgx-h100").lower()
 
 
+def peak_rate(config: Config, system: System) -> float:
+    """Return the FLOP/s of matrix products of which MFU is a share."""
+    return system.fp8 if config.precision == "fp8" else system.bf16
+
+
 def rates_of(values: dict) -> dict:
     """Return the fields of a System from its entry in systems.yaml.
 

@@ -29,6 +29,7 @@ from minitrain.simulator.fake_world import (
     make_counted,
     trace_step,
 )
+from minitrain.simulator.predict import simulated_figures
 from minitrain.simulator.replay import Replay
 from minitrain.simulator.simulate import (
     Simulation,
@@ -36,7 +37,6 @@ from minitrain.simulator.simulate import (
     few_micro_batches,
     record,
     representatives,
-    simulated_figures,
     time_traces,
 )
 from minitrain.simulator.timeline import Span, Timeline, load_system
