@@ -1,7 +1,9 @@
-"""The throughput benchmark: `python bench.py --help`. Its program is minitrain/commands/bench.py, which
-installs with the package, as `minitrain bench`."""
+"""The throughput benchmark: `python bench.py --help`.
 
-from minitrain.commands.bench_cli import main, parser
+Its program is minitrain/commands/bench.py, which installs with the package, as `minitrain bench`.
+"""
+
+from minitrain.commands.bench import main, parser
 from minitrain.run.launch import cli
 
 __all__ = ["main", "parser"]

@@ -29,7 +29,7 @@ FILES = {
     "evaluate": "evaluate",
     "generate": "generate",
     "merge": "merge",
-    "bench": "bench_cli",
+    "bench": "bench",
 }
 
 

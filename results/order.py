@@ -10,11 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from minitrain.bench.measure import load_row
 from minitrain.bench.results import Row, merge_results, predicted, read_results
+from minitrain.bench.rows import load_row
 from minitrain.run.launch.cli import CONFIGS
-from minitrain.simulator.recipe import as_published
-from minitrain.simulator.simulate_policy import predicted_row
+from minitrain.simulator.predict import as_published, predicted_row
 from minitrain.simulator.timeline import load_system
 
 FOLDER = Path(__file__).parent

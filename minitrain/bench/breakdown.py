@@ -1,5 +1,6 @@
-"""Split a measured step's seconds: matrix products, attention, other kernels, messages that
-nothing hides, gaps.
+"""Split a measured step's seconds by kind of kernel.
+
+The kinds are matrix products, attention, other kernels, messages that nothing hides, and gaps.
 
 torch's profiler records one step more. On CUDA it records kernels, which are told apart by their
 names; where several run at once, time counts for the one that began first, and messages count where
@@ -27,7 +28,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MESSAGES = "exposed communication"
-KERNEL_KINDS = {  # by what a name contains; the first that fits
+# by what a name contains; the first that fits
+KERNEL_KINDS = {
     MESSAGES: ("nccl", "c10d", "gloo:"),
     "attention": (
         "sdpa",
@@ -56,9 +58,11 @@ KERNEL_KINDS = {  # by what a name contains; the first that fits
 }
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
-THIN = 100  # FLOPs per byte
+# FLOPs per byte
+THIN = 100
 
-MeasuredSpan = tuple[float, float, str]  # begin and end in microseconds, and a kind
+# begin and end in microseconds, and a kind
+MeasuredSpan = tuple[float, float, str]
 
 
 def profiled(
@@ -191,7 +195,8 @@ def operator_times(events: list[dict]) -> Counter[str]:
     """Return microseconds by kind of operators on the host, each without those that it calls."""
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     parts = Counter()
-    callers = []  # (thread, end, kind) of those that are running
+    # (thread, end, kind) of those that are running
+    callers = []
     for event in sorted(operators, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
         thread = event["tid"]
         begin = event["ts"]

@@ -8,9 +8,12 @@ from minitrain.models.zoo import empty_model
 
 @dataclass
 class Reads:
-    """Bytes of a model: the weights that every token needs; one expert, over all layers; a token in
-    the cache of one layer, of whose `heads` tensor-parallel ranks can have different ones; a
-    sample's states of Mamba-2."""
+    """Bytes of a model.
+
+    shared: the weights that every token needs. expert: one expert, over all layers.
+    token: a token in the cache of one layer, of whose `heads` tensor-parallel ranks can have
+    different ones. states: a sample's, of Mamba-2.
+    """
 
     shared: float
     expert: float

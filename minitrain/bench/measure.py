@@ -1,38 +1,24 @@
-"""Time a config's real training steps and turn them into the figures of the published tables."""
+"""Time a config's real training steps: the stopwatch."""
 
-import dataclasses
 from functools import partial
-from operator import attrgetter
-from pathlib import Path
 from statistics import median_high as median
 
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import (  # no public names for what the compiler has done
-    calculate_time_spent,
-    counters,
-)
+
+# no public names for what the compiler has done
+from torch._dynamo.utils import calculate_time_spent, counters
 from tqdm import tqdm
 
 from minitrain.bench.breakdown import profiled, working_memory
-from minitrain.bench.rows import CONFIGS, read_reference
+from minitrain.bench.figures import published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
-from minitrain.errors import InputError
 from minitrain.parallel.mesh import Meshes
-from minitrain.run.config.load import load
 from minitrain.run.launch.start import make_trainer, pick_device
-from minitrain.run.monitor.flops import (
-    automodel,
-    clean,
-    count_flops,
-    nemo_pretrain,
-    nemo_squad,
-    visible_share,
-)
+from minitrain.run.monitor.flops import visible_share
 from minitrain.run.monitor.hardware import (
     compute_dtype,
     describe,
-    is_of_system,
     measure_matmul,
     peak_flops,
     peak_memory_bytes,
@@ -41,12 +27,6 @@ from minitrain.run.monitor.hardware import (
 )
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward
-
-CONVENTIONS = {each.__name__: each for each in (clean, automodel, nemo_pretrain, nemo_squad)}
-
-# settings that fix what a step computes; of GRPO also those below
-WORK = ("task", "lora", "optim.name", "batch.global_", "batch.seq_len", "data.kind")
-POLICY_WORK = ("rollout.max_tokens", "grpo.prompts", "grpo.group", "grpo.generations", "grpo.lag")
 
 
 def measure(
@@ -80,7 +60,8 @@ def measure(
     flops = token_flops(config, visible_share(data))
     outcome = result(config, row, device, times[warmup:], matmul, flops) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
-        "recompiles": graphs[-1] - graphs[:2][-1],  # after the second step
+        # after the second step
+        "recompiles": graphs[-1] - graphs[:2][-1],
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
     if profile:
@@ -160,121 +141,3 @@ def result(
         "published_step_time_s": published_step_time(config),
         **machine,
     }
-
-
-def rates(config: Config, tokens: float, matmul: float, flops: float, table_flops: float) -> dict:
-    """Return what follows from `tokens` per second and GPU.
-
-    matmul: FLOP/s of matrix products on a GPU, of which MFU is a share. flops, table_flops: of a
-    token, counted as the work is, and as the published table counts.
-    """
-    return {
-        "tokens_per_sec_per_gpu": tokens,
-        "tflops_per_gpu": tokens * table_flops / 1e12,
-        "clean_tflops_per_gpu": tokens * flops / 1e12,
-        "mfu": tokens * flops / matmul,
-        "ratio": compare(tokens, tokens * table_flops, config.reference),
-    }
-
-
-def compare(tokens: float, flops: float, published: dict) -> float | None:
-    """Return our tokens/s over the published ones, or FLOP/s where a table gives those alone.
-
-    None for a run that does other work than the published one, or elsewhere: see `load_row` and
-    `placed`.
-    """
-    if "changed" in published:
-        return None
-    ours = {"tokens_per_sec_per_gpu": tokens, "tflops_per_gpu": flops / 1e12}
-    for figure, value in ours.items():
-        if figure in published:
-            return value / published.get(f"corrected_{figure}", published[figure])
-    return None
-
-
-def published_step_time(config: Config) -> float | None:
-    """Return seconds per optimizer step as published, or as FLOP/s imply where these are all."""
-    published = config.reference
-    batch = config.batch
-    if "changed" in published:
-        return None
-    if (
-        "tokens_per_sec_per_gpu" in published
-        or not {"tflops_per_gpu", "gpus"} <= published.keys()
-    ):
-        return published.get("step_time_s")
-    flops = batch.global_ * batch.seq_len * count_flops(config, table_convention(config))
-    return flops / published["gpus"] / published["tflops_per_gpu"] / 1e12
-
-
-def token_flops(config: Config, visible: float = 1.0) -> tuple[float, float]:
-    """Return FLOPs of a training step per token, counted by `clean` and by the row's table.
-
-    visible: see `visible_share`.
-    """
-    table = count_flops(config, table_convention(config), visible)
-    return count_flops(config, clean, visible), table
-
-
-def table_convention(config: Config):
-    """Return how the row's table counts FLOPs; `clean` for a config that stands in no table."""
-    name = config.reference.get("convention", "clean")
-    if name not in CONVENTIONS:
-        raise InputError(f"reference.convention={name!r} is not one of {', '.join(CONVENTIONS)}")
-    return CONVENTIONS[name]
-
-
-def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
-    """Return the row's name and its config.
-
-    `reference["changed"]` names the settings whose work is not the row's: nothing is compared with
-    its published figures then. Layout and micro-batches are free.
-    """
-    config = load(file, overrides)
-    row = row_name(file)
-    config.reference = read_reference(config.reference)
-    table_convention(config)  # before anything is measured
-    if config.reference:
-        own = CONFIGS / f"{row}.yaml"  # a copy in another configs/ may have been edited
-        published = load(own if "/" in row and own.is_file() else file)
-        theirs = work(published)
-        if changed := [name for name, ours in work(config).items() if ours != theirs[name]]:
-            config.reference["changed"] = changed
-        if "mean_response" in config.reference:  # the published tokens are of so many responses
-            config.reference["responses"] = published.grpo.prompts * published.grpo.group
-    return row, config
-
-
-def work(config: Config) -> dict:
-    """Return the settings that fix what a step computes, by name."""
-    is_policy = config.task == "grpo"
-    names = WORK + POLICY_WORK if is_policy else WORK
-    settings = {name.rstrip("_"): attrgetter(name)(config) for name in names}
-    settings["model"] = config.model.config
-    settings["precision"] = config.precision.removesuffix("-pure")
-    settings["data"] = config.data.packed, config.data.size, config.data.text_tokens
-    settings["grpo.kl"] = is_policy and config.grpo.kl > 0  # a forward pass of the reference
-    return settings
-
-
-def placed(config: Config, ranks: int, machine: str) -> Config:
-    """Return the config of a run on so many GPUs of a machine, a system's or a device's name.
-
-    `reference["changed"]` also names what these have other than the published run's: gpus, system.
-    """
-    reference = config.reference
-    changed = list(reference.get("changed", ()))
-    if reference.get("gpus", ranks) != ranks:
-        changed.append("gpus")
-    if "system" in reference and not is_of_system(machine, reference["system"]):
-        changed.append("system")
-    if changed:
-        reference = reference | {"changed": changed}
-    return dataclasses.replace(config, reference=reference)
-
-
-def row_name(path: str) -> str:
-    """Return a config file's name within configs/, without the ending."""
-    path = Path(path).with_suffix("")
-    parts = path.parts
-    return "/".join(parts[parts.index("configs") + 1 :]) if "configs" in parts else path.name

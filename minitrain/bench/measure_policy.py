@@ -1,5 +1,6 @@
-"""Time GRPO steps as the published table does: the whole step, with its phases, and prompts' and
-responses' tokens.
+"""Time GRPO steps as the published table does.
+
+That is the whole step, with its phases, and the tokens of prompts and responses.
 
 Without trained weights there is nothing that ends a response: all get the published mean length,
 and prompts that of the published tokens per step. So the sampler's work is right on average, but
@@ -21,14 +22,16 @@ from minitrain.settings import Config
 
 def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     """Run `warmup` + `steps` GRPO steps and return one result row; all ranks call it."""
-    last = config.grpo.lag  # a step off policy, the last one samples nothing
+    # a step off policy, the last one samples nothing
+    last = config.grpo.lag
     config = replace(published_lengths(config), steps=warmup + steps + last)
     device, matmul = prepare(config)
     run = Run(config, folder=None)
     lines = []
     for line in run.steps(run.begin()):
         lines.append(line)
-        if dist.get_rank() == 0:  # at once: steps take long, and a later one may fail
+        # at once: steps take long, and a later one may fail
+        if dist.get_rank() == 0:
             phases = ", ".join(f"{phase} {line[f'{phase}_s']:.3g} s" for phase in PHASES)
             told = f"{row}: step {line['step']}: {line['step_time_s']:.3g} s ({phases})"
             print(told, file=sys.stderr, flush=True)

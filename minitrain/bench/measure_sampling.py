@@ -1,5 +1,6 @@
-"""Time the sampler on mock prompts: batch.global of them, grpo.group samples each,
-rollout.max_tokens new tokens.
+"""Time the sampler on mock prompts.
+
+There are batch.global of them, with grpo.group samples each of rollout.max_tokens new tokens.
 
 Prompts have the rest of batch.seq_len, and are new at every step, so that none is found in a cache.
 Weights are those of the seed; no response ends early, and both libraries make the same number of
@@ -219,7 +220,8 @@ def decoding_figures(
         return outcome
     rate = median(rates)
     outcome["decode_tokens_per_sec_per_gpu"] = rate / tp
-    if dist.get_world_size() == tp:  # others would have parts of the weights, and exchange them
+    # others would have parts of the weights, and exchange them
+    if dist.get_world_size() == tp:
         model = config.model.config
         context = config.batch.seq_len - new / 2
         read = sum(bytes_read(model_reads(model, itemsize), model, samples, context, tp))

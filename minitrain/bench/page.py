@@ -1,5 +1,6 @@
-"""The report as one HTML page: no script, no network; bars are boxes, timelines inline SVG, all
-figures also text.
+"""Write the report as one HTML page, without script or network.
+
+Bars are boxes, timelines inline SVG, all figures also text.
 
 Colors are those of Okabe and Ito, which color-blind readers can tell apart, and never the only
 difference. Where a table does not fit the window, each of its lines becomes a card with named
@@ -29,7 +30,8 @@ MEMORY = (
     "reference",
     "sampler",
 )
-TIME = {  # kinds of a step's seconds, and their names
+# kinds of a step's seconds, and their names
+TIME = {
     "gemm": "matrix products",
     "grouped": "expert products",
     "attention": "attention",
@@ -46,7 +48,8 @@ ACTIONS = {
     "W": "backward for weights",
     "U": "gradient reduction and update",
 }
-LANE = 14  # height of a timeline's lane, in units of the drawing
+# height of a timeline's lane, in units of the drawing
+LANE = 14
 
 PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -218,7 +221,7 @@ def html_table(columns: dict[str, list[str]], links: list[str] | None = None) ->
     )
 
 
-# ------------------------------------------------------------------------------------------------ bars
+# --- bars
 
 
 def row_bars(row: results.Row) -> str:
@@ -255,7 +258,7 @@ def stacked_bar(parts: dict[str, float], whole: float, unit: str, label: str) ->
     )
 
 
-# --------------------------------------------------------------------------- details of one simulation
+# --- details of one simulation
 
 
 def row_details(row: results.Row) -> str:

@@ -1,5 +1,6 @@
-"""A stand-in for a config whose model does not fit here: `bench.py --config ROW --proxy 4,8`, on
-one rank.
+"""Stand in for a config whose model does not fit here: `bench.py --config ROW --proxy 4,8`.
+
+The stand-in runs on one rank.
 
 It has the full width, and a token costs in a layer what it costs in the whole model. It has fewer
 layers, and only the experts that one rank of the config holds, at least as many as a token selects.
@@ -15,7 +16,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from minitrain.bench.measure import placed, published_step_time, rates, token_flops
+from minitrain.bench.figures import placed, published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config.checks import validate
@@ -23,7 +24,8 @@ from minitrain.run.config.layout_checks import check_layout, micro_batches, stat
 from minitrain.run.monitor.flops import clean, count_flops, visible_share
 from minitrain.settings import Config, Parallel
 
-MICRO_BATCHES = 8  # per step, at most
+# per step, at most
+MICRO_BATCHES = 8
 LEFT_OUT = "communication, the pipeline's bubble, uneven experts, most micro-batches of a step"
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from minitrain.errors import InputError, refused
 from minitrain.run.config.config_yaml import type_and_value
 
+# words in the names of GPUs that are slower than a system's, or parts of them
+OTHER_FORMS = {"pcie", "nvl", "mig"}
 KINDS = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}
 
 
@@ -50,24 +52,29 @@ def need_rates(where: str, outcome: dict) -> None:
     need(where, outcome["matmul"], float, *outcome["matmul"])
 
 
-# ------------------------------------------------------------------------------------- cells and columns
+# --- cells and columns
 
-WIDTH = 100  # columns of a terminal
-NAMES = ("row", "settings", "machine")  # columns of text
-UNITS = {  # from large to small, each with its size
+# columns of a terminal
+WIDTH = 100
+# columns of text
+NAMES = ("row", "settings", "machine")
+# from large to small, each with its size
+UNITS = {
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6},
     "GiB": {"GiB": 1.0, "MiB": 2**-10},
     "TFLOP/s": {"TFLOP/s": 1.0, "GFLOP/s": 1e-3},
 }
 
-RARE = (  # of --wide: name, unit and key
+# of --wide: name, unit and key
+RARE = (
     ("clean", "TFLOP/s", "clean_tflops_per_gpu"),
     ("matmul", "TFLOP/s", "matmul_tflops"),
     ("estimated", "GiB", "estimated_memory_gib"),
     ("activations", "GiB", "activations_gib"),
     ("activations estimated", "GiB", "estimated_activations_gib"),
     ("compile", "s", "compile_s"),
-    ("generation", "s", "generation_s"),  # the phases of a GRPO step
+    # the phases of a GRPO step
+    ("generation", "s", "generation_s"),
     ("logprobs", "s", "logprobs_s"),
     ("training", "s", "training_s"),
     ("refit", "s", "refit_s"),
@@ -133,7 +140,7 @@ def in_width(columns: dict[str, list[str]]) -> str:
     return "\n".join([*texts, markdown(figures)])
 
 
-# --------------------------------------------------------------------------------- the terminal's table
+# --- the terminal's table
 
 
 def table(results: list[dict], wide: bool = False) -> str:
@@ -261,9 +268,19 @@ def is_sampling(result: dict) -> bool:
 
 def on_own_system(result: dict) -> bool:
     """Return False for a result of another system than its config's published row names."""
-    system = result.get("system")
     published = result["reference"].get("system")
-    return not (system and published) or system.lower() == published.lower()
+    if published and result["mode"] == "simulated":
+        return (result.get("system") or published).lower() == published.lower()
+    return not published or is_of_system(result["device"], published)
+
+
+def is_of_system(machine: str, system: str) -> bool:
+    """Return whether `machine`, a system's or a device's name, belongs to a published system."""
+    words = set(machine.lower().split())
+    name = system.lower()
+    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(
+        OTHER_FORMS
+    )
 
 
 def calibration_line(outcome: dict) -> str:

@@ -1,5 +1,6 @@
-"""`bench.py --report`: results beside what was published, in the tables of the published pages, and
-as Markdown.
+"""Put results beside what was published: `bench.py --report`.
+
+They stand in the tables of the published pages, as Markdown too.
 
 Of several results for a row, the last one of each kind counts: simulated (and, where the published
 run differed, by its recipe), measured as a whole, or extrapolated from proxies. What cannot stand
@@ -21,11 +22,20 @@ from minitrain.bench.report import (
     result_lines,
     short,
 )
-from minitrain.bench.rows import FIGURES, constants, read_reference, row_trees, typed
+from minitrain.bench.rows import (
+    FIGURES,
+    constants,
+    is_published,
+    read_reference,
+    row_trees,
+    typed,
+)
 from minitrain.errors import InputError
 
-LIMIT = 0.35  # of a simulated figure's error, beyond which it is named
-OPTIONAL = {  # kinds of what a result may have, or have as null
+# of a simulated figure's error, beyond which it is named
+LIMIT = 0.35
+# kinds of what a result may have, or have as null
+OPTIONAL = {
     **dict.fromkeys(
         (
             "ratio",
@@ -41,7 +51,8 @@ OPTIONAL = {  # kinds of what a result may have, or have as null
     "timeline": list[str],
     "as_published": dict,
 }
-MODES = {  # kinds of results, in the order of the columns, and what each is
+# kinds of results, in the order of the columns, and what each is
+MODES = {
     "simulated": "our code in the published layout, with our kernels, predicted on fake tensors",
     "fastest": "our code in a faster layout of as many GPUs and as much memory (`--ours`)",
     "recipe": "the published run, predicted with its own kernels and costs (`reference.recipe`): "
@@ -133,11 +144,6 @@ def merge_results(results: list[dict], day: str) -> Report:
     """Return all published rows, with what there is of each."""
     report = Report({}, [], [], {}, day)
     rows = {name: Row(name, tree) for name, tree in row_trees().items()}
-    for row in rows.values():
-        title = row.reference["source"]
-        if title.startswith("NeMo Framework"):  # which has a table for each system
-            title += f", {row.reference['system']}"
-        report.tables.setdefault(title, []).append(row)
     for result in results:
         mode = result["mode"]
         machine = f"{result['device']}, torch {result['torch']}"
@@ -153,10 +159,17 @@ def merge_results(results: list[dict], day: str) -> Report:
         else:
             # compared with nothing, though a file of results may say otherwise
             report.others.append(result | {"ratio": None, "as_published": None})
+    for row in rows.values():
+        title = row.reference["source"]
+        # which has a table for each system
+        if title.startswith("NeMo Framework"):
+            title += f", {row.reference['system']}"
+        if row.results or is_published(row.name):
+            report.tables.setdefault(title, []).append(row)
     return report
 
 
-# --------------------------------------------------------------------------------------------- accuracy
+# --- accuracy
 
 
 def held_back(rows: list[Row]) -> list[Row]:
@@ -188,8 +201,7 @@ def summary(report: Report) -> str:
     Errors are of simulated rows that no constant was fitted to, by the published run's recipe. A
     row of one's own counts nowhere.
     """
-    known = {*constants("fitted_on"), *constants("held_back")}
-    rows = [row for row in report.rows if row.name in known]
+    rows = [row for row in report.rows if is_published(row.name)]
     parts = [f"{len(rows)} published rows"]
     for kind in MODES:
         ratios = [row.results[kind]["ratio"] for row in rows if kind in row.results]
@@ -249,7 +261,7 @@ def differs(row: Row) -> str:
     return f"published run {row.reference['differs']}"
 
 
-# ----------------------------------------------------------------------------------------------- tables
+# --- tables
 
 
 def cells(rows: list[Row]) -> dict[str, list[str]]:

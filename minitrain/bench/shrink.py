@@ -1,5 +1,6 @@
-"""Any config at toy width on this machine: the same parallel layout, with two ranks wherever it has
-more.
+"""Run any config at toy width on this machine.
+
+It keeps its parallel layout, with two ranks wherever it has more.
 
 `shrink` makes the small config: the model's tiny twin, every parallel dimension above 1 at 2, a
 batch and a sequence that still fill them. `run_shrunk` starts a gloo process per rank and measures
@@ -33,7 +34,8 @@ from minitrain.run.config.layout_checks import check_layout, stated_ranks, train
 from minitrain.run.launch.start import start
 from minitrain.settings import Batch, Config, Data, Model, Parallel, Validation
 
-SMALL_VIDEO = [2, 8, 16]  # frames, height, width of latents, in patches of (1, 2, 2)
+# frames, height, width of latents, in patches of (1, 2, 2)
+SMALL_VIDEO = [2, 8, 16]
 VIDEO_TOKENS = 64
 # at most, and a multiple of 8: two context ranks want four parts, two tensor ranks two of each
 SEQ_LEN = 128
@@ -51,7 +53,8 @@ def shrink(config: Config) -> Config:
     if config.task != "diffusion":
         length = min(SEQ_LEN, max(8, config.batch.seq_len // 8 * 8))
     reference = dict(config.reference)
-    if reference.get("convention") == "nemo_squad":  # which is for real packs only
+    # which is for real packs only
+    if reference.get("convention") == "nemo_squad":
         del reference["convention"]
     small = replace(
         config,
@@ -147,7 +150,7 @@ def real_shards(config: Config) -> int:
     return training_ranks(config) // (p.dp_replicate * p.tp * p.cp * p.pp)
 
 
-# -------------------------------------------------------------------------------------------- running
+# --- running
 
 
 def run_shrunk(config: Config, row: str, steps: int, warmup: int) -> dict:
@@ -157,7 +160,8 @@ def run_shrunk(config: Config, row: str, steps: int, warmup: int) -> dict:
     died: the others are then ended too.
     """
     ranks = stated_ranks(config)
-    multiprocessing.set_forkserver_preload([__name__])  # one process imports torch, not each rank
+    # one process imports torch, not each rank
+    multiprocessing.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory(prefix="minitrain-shrink-") as folder:
         arguments = (ranks, Path(folder), config, row, steps, warmup)
         try:
@@ -194,4 +198,5 @@ def run_rank(
         small = result | {"mode": "shrunk", "ratio": None, "published_step_time_s": None}
         (folder / "result").write_text(json.dumps(small), encoding="utf-8")
     dist.barrier()
-    os._exit(0)  # the interpreter's own teardown sometimes aborts after FSDP has run on gloo
+    # the interpreter's own teardown sometimes aborts after FSDP has run on gloo
+    os._exit(0)

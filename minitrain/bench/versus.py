@@ -1,5 +1,6 @@
-"""The same training step by another library, in turns with ours in one process: a noisy machine
-treats both alike.
+"""Time the same training step by another library, in turns with ours in one process.
+
+So a noisy machine treats both alike.
 
 The libraries are transformers, peft on top of it, and diffusers; "full" is this one, training the
 whole model in place of adapters.
@@ -104,7 +105,7 @@ def training_bytes(trainer: Trainer) -> int:
     return lasting + states + activation_bytes(trainer, open_dataset(trainer.config)[0])
 
 
-# ------------------------------------------------------------------------------------------------------- the libraries
+# --- the libraries
 
 
 class Rival:

@@ -1,5 +1,23 @@
-"""Run bench.py's work once its arguments are read: measure, simulate, shrink or check each config,
-one after the other.
+"""The throughput benchmark.
+
+  python bench.py                                          the quickstart on whatever is here, CUDA or CPU
+  torchrun --nproc_per_node 8 bench.py --config FILE ...   several configs in one process, each result flushed when done
+  python bench.py --config FILE --versus transformers      the same step by transformers (or diffusers), in turns
+  python bench.py --config LORA --versus peft              the same by peft; or "full": training the whole model instead
+  python bench.py --config FILE ... --proxy 4,8            on one GPU, with so many layers; two counts: extrapolated
+  python bench.py --config FILE ... --shrink               the same layouts at toy width on gloo processes of its own
+  python bench.py --config FILE ... --profile              and where a step's seconds go, by kind of kernel; with
+                                                           --trace FOLDER also a Chrome trace of each config
+  python bench.py --config FILE --dry-run                  check the config and its layout; run nothing
+  python bench.py --config FILE ... --simulate             what the config would do in its full world, without a GPU
+  python bench.py --config FILE --simulate --sweep tp=1,2,4 pp=1,2      rank layouts by predicted tokens/s
+  python bench.py --sweep batch.seq_len=256,512,1024       measure each, beside how the arithmetic grows
+  python bench.py --generate --config FILE                 the sampler on mock prompts, not training
+  python bench.py --calibrate --json FILE                  this machine's rates; --simulate --system FILE takes them
+  python bench.py --list                                   the published rows
+  python bench.py --report [FILE ...] --out FOLDER         what --json wrote beside what was published, as a page
+
+Any setting can follow as key=value, such as batch.micro=1 model.num_layers=2.
 
 Each result is printed and written as soon as it is there, since machines are rented by the hour. A
 config that fails is reported in one line and does not stop those after it; the exit code says so in
@@ -9,41 +27,72 @@ the end.
 import gc
 import json
 import math
-import os
 import signal
 import sys
 import traceback
+from argparse import Namespace
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from minitrain.bench.measure import load_row, measure, placed
-from minitrain.bench.measure_policy import measure_policy
-from minitrain.bench.measure_sampling import check_sampling, measure_sampling
-from minitrain.bench.proxy import extrapolate, make_proxy, note, parse_counts
 from minitrain.bench.report import calibration_line, details, table
-from minitrain.bench.shrink import run_shrunk, shrink
-from minitrain.bench.versus import check_installed, check_versus, versus
+from minitrain.bench.rows import list_rows, load_row
 from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
-from minitrain.run.launch.cli import check_writable, in_one_line
-from minitrain.run.launch.failures import rank
-from minitrain.run.launch.start import pick_device, start
-from minitrain.run.monitor.hardware import describe
+from minitrain.run.launch import cli
 from minitrain.settings import Config
-from minitrain.simulator.calibrate import calibrate, find_system
-from minitrain.simulator.chrome import write_trace
-from minitrain.simulator.fake_world import dry_run, estimate_memory
-from minitrain.simulator.recipe import as_published
-from minitrain.simulator.simulate_policy import predicted_row
-from minitrain.simulator.sweep import combinations, growth, ranking, sweep
-from minitrain.simulator.timeline import System, load_system
+from minitrain.simulator import tracers
 
+# torch, and what brings it, is imported by the functions that need it: it takes seconds, and --help,
+# --list, --report and a mistyped key are answered without it
+
+RESULTS = Path(__file__).parents[1] / "results"
 UNSTEADY = "steps were not of one speed, or faster than the machine's matrix products: was it busy with other things?"
+
+FLAGS = {
+    "--profile": "and one step more: its seconds by kind of kernel",
+    "--dry-run": "validate and lay out, run nothing",
+    "--shrink": "toy width, two ranks per parallel dimension, on CPU",
+    "--simulate": "predict by running a rank of it on fake tensors",
+    "--calibrate": "measure this machine's rates",
+    "--wide": "tables with all columns, not 100 characters wide",
+    "--as-published": "rows in their published layout alone",
+    "--ours": "rows in our fastest layout alone, where they have one",
+    "--list": "print the published rows",
+    "--generate": "time the sampler on mock prompts, not training",
+}
+FILES = {
+    "--json": "append each result to it as a JSON line",
+    "--system": "simulate on this machine, such as a100, or on a file of --calibrate",
+    "--trace": "write Chrome traces: see above",
+}
+
+
+def parser() -> cli.Parser:
+    parser = cli.Parser(prog="bench.py", description=__doc__)
+    add = parser.add_argument
+    text = "a file, or a row as --list names it; default: quickstart"
+    add("--config", nargs="+", action="extend", default=[], type=cli.config_path, help=text)
+    add("--steps", type=cli.positive(int), default=10, help="timed steps")
+    warmup = cli.positive(int, zero=True)
+    add("--warmup", type=warmup, default=3, help="untimed steps before them")
+    for name, text in FLAGS.items():
+        add(name, action="store_true", help=text)
+    for name, text in FILES.items():
+        add(name, metavar="FILE", type=cli.home_path, help=text)
+    add("--proxy", metavar="N[,N]", help="one rank and so many layers in the config's place")
+    add("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
+    add("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
+    add("--out", type=cli.home_path, default="out/report", help="of the report")
+    add(
+        "--versus",
+        choices=("transformers", "diffusers", "peft", "full"),
+        help="also time this one",
+    )
+    add("overrides", nargs="*", default=[], metavar="key=value")
+    return parser
 
 
 @dataclass
@@ -55,34 +104,61 @@ class Case:
     runs: list[tuple[Config, dict]]
 
 
-def bench(files: list, overrides: list[str], options) -> None:
+def main(arguments: list[str]) -> None:
+    options = parser().parse_args(arguments)
+    if options.list:
+        print(list_rows())
+    elif options.report is not None:
+        from minitrain.bench.page import write_report
+
+        write_report([*sorted(map(str, RESULTS.rglob("*.jsonl"))), *options.report], options.out)
+    else:
+        bench(options)
+
+
+def bench(options: Namespace) -> None:
     """Run what the options ask for. Raises InputError, at the end if other files could be run."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is done is shown at the end
+    # what is done is shown at the end
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # both before torch is there
+    if options.simulate:
+        tracers.start_server()
+    if options.generate:
+        cli.use_huge_pages()
+    # --config swallows the words behind it
+    words = options.config + options.overrides
+    overrides = [word for word in words if "=" in word]
+    files = [word for word in words if "=" not in word] or [cli.CONFIGS / "quickstart.yaml"]
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")
     alone = options.calibrate and not options.config
     cases = [] if alone else make_cases(files, overrides, options)
     check_options(cases, options)
     if not options.dry_run:
-        check_writable("json", options.json)
+        cli.check_writable("json", options.json)
     if options.simulate:
-        check_writable("trace", options.trace)
+        cli.check_writable("trace", options.trace)
     compared = len(cases) > 1 and not (options.sweep or options.simulate or options.shrink)
     if options.calibrate or (compared and not options.dry_run):
         show_calibration(load_row(files[0], overrides)[1], options.json)
     if options.sweep and options.simulate:
-        simulate_combinations(files[0], overrides, options)
+        rank_combinations(files[0], overrides, options)
     elif not alone:
         run_all(cases, options)
     tell_next(options)
 
 
-def make_cases(files: list, overrides: list[str], options) -> list[Case]:
+# --- what is to be run
+
+
+def make_cases(files: list, overrides: list[str], options: Namespace) -> list[Case]:
     """Return every file's cases, all checked before the first runs; tell whose a mistake is."""
     cases = []
     for file in files:
         try:
             if options.sweep and not options.simulate:
+                from minitrain.simulator.sweep import combinations
+
                 # the config need not be possible by itself
                 for name, words in combinations(options.sweep):
                     config = load_row(file, [*overrides, *words])[1]
@@ -96,10 +172,14 @@ def make_cases(files: list, overrides: list[str], options) -> list[Case]:
     return cases
 
 
-def make_case(row: str, config: Config, options) -> Case:
+def make_case(row: str, config: Config, options: Namespace) -> Case:
     if options.generate:
+        from minitrain.bench.measure_sampling import check_sampling
+
         check_sampling(config, options.versus)
     elif options.versus:
+        from minitrain.bench.versus import check_versus
+
         check_versus(config, options.versus)
     if config.task == "diffusion" and config.data.kind != "mock" and not options.dry_run:
         raise InputError(
@@ -107,16 +187,21 @@ def make_case(row: str, config: Config, options) -> Case:
             f"own (use data.kind=mock and data.size)"
         )
     if options.shrink:
+        from minitrain.bench.shrink import shrink
+
         return Case(row, config, [(shrink(config), {})])
     if options.proxy is not None:
+        from minitrain.bench.proxy import make_proxy, note, parse_counts
+
         counts = parse_counts(options.proxy)
         return Case(row, config, [(make_proxy(config, n), note(config, n)) for n in counts])
     return Case(row, config, [(config, {})])
 
 
-def layouts(file: str, overrides: list[str], options) -> list[list[str]]:
-    """Return the overrides of the row's published layout, of ours (`reference.ours`), or of both
-    where it is simulated.
+def layouts(file: str, overrides: list[str], options: Namespace) -> list[list[str]]:
+    """Return the overrides of the published layout, of ours (`reference.ours`), or of both.
+
+    Both are simulated; one is measured.
     """
     ours = load_row(file, overrides)[1].reference.get("ours")
     if not ours or options.as_published:
@@ -127,77 +212,61 @@ def layouts(file: str, overrides: list[str], options) -> list[list[str]]:
     return [overrides, fastest] if options.simulate and not options.trace else [overrides]
 
 
-CONTRADICTIONS = (  # what may not be given together with one of those behind it, and what to say
-    (
-        "shrink",
-        "versus simulate generate torchrun",
-        "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it",
-    ),
-    (
-        "proxy",
-        "shrink generate sweep torchrun",
-        "--proxy runs on one process, without --shrink, --generate or --sweep",
-    ),
-    (
-        "simulate",
-        "generate versus calibrate torchrun",
-        "--simulate is for training, on one process: without --generate, --versus or --calibrate",
-    ),
-    (
-        "calibrate",
-        "shrink dry_run",
-        "--calibrate measures this machine: without --shrink or --dry-run",
-    ),
-    (
-        "calibrate without_config",
-        "sweep proxy generate versus profile",
-        "--calibrate alone measures rates: with --sweep, --proxy, --generate, --versus or --profile add --config",
-    ),
-    (
-        "generate",
-        "another_library",
-        "--generate --versus: only transformers samples the same (use transformers)",
-    ),
-    ("versus", "torchrun", "--versus runs in one process, without torchrun"),
-    ("trace", "untraced", "--trace needs --simulate or --profile"),
-    ("system", "measured", "--system needs --simulate"),
-    (
-        "profile",
-        "simulate shrink policy",
-        "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
-        "prints its phases",
-    ),
-    (
-        "sweep simulate",
-        "dry_run",
-        "--simulate --sweep says itself which combinations cannot run: leave --dry-run out",
-    ),
-    ("simulate", "dry_run", "--dry-run runs nothing: leave --simulate out"),
-    ("sweep simulate", "trace", "--trace shows one layout, not those of --sweep"),
-    ("simulate trace", "several", "--trace takes one config at a time"),
-)
-
-
-def check_options(cases: list[Case], options) -> None:
+def check_options(cases: list[Case], o: Namespace) -> None:
     """Raise InputError for options that contradict each other."""
-    circumstances = {
-        "torchrun": world_size() > 1,
-        "without_config": not cases,
-        "several": sum(len(case.runs) for case in cases) > 1,
-        "another_library": options.versus != "transformers" and options.versus,
-        "policy": not options.generate and any(case.config.task == "grpo" for case in cases),
-        "measured": not options.simulate,
-        "untraced": not (options.simulate or options.profile),
-    }
-    given = {name for name, value in (vars(options) | circumstances).items() if value}
-    for together, others, line in CONTRADICTIONS:
-        if given.issuperset(together.split()) and not given.isdisjoint(others.split()):
-            raise InputError(line)
-    if options.versus:
-        check_installed(options.versus)
+    problem = ""
+    torchrun = world_size() > 1
+    several = sum(len(case.runs) for case in cases) > 1
+    policy = not o.generate and any(case.config.task == "grpo" for case in cases)
+    if o.shrink and (o.versus or o.simulate or o.generate or torchrun):
+        others = "--versus, --simulate or --generate"
+        problem = f"--shrink starts its own processes: use neither torchrun nor {others} with it"
+    elif o.proxy and (o.shrink or o.generate or o.sweep or torchrun):
+        problem = "--proxy runs on one process, without --shrink, --generate or --sweep"
+    elif o.simulate and (o.generate or o.versus or o.calibrate or torchrun):
+        problem = "--simulate is for training, on one process: without --generate, --versus or --calibrate"
+    elif o.calibrate and (o.shrink or o.dry_run):
+        problem = "--calibrate measures this machine: without --shrink or --dry-run"
+    elif (
+        o.calibrate and not cases and (o.sweep or o.proxy or o.generate or o.versus or o.profile)
+    ):
+        others = "--sweep, --proxy, --generate, --versus or --profile"
+        problem = f"--calibrate alone measures rates: with {others} add --config"
+    elif o.generate and o.versus not in (None, "transformers"):
+        problem = "--generate --versus: only transformers samples the same (use transformers)"
+    elif o.versus and torchrun:
+        problem = "--versus runs in one process, without torchrun"
+    elif o.trace and not (o.simulate or o.profile):
+        problem = "--trace needs --simulate or --profile"
+    elif o.system and not o.simulate:
+        problem = "--system needs --simulate"
+    elif o.profile and (o.simulate or o.shrink or policy):
+        problem = (
+            "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
+            "prints its phases"
+        )
+    elif o.sweep and o.simulate and o.dry_run:
+        problem = (
+            "--simulate --sweep says itself which combinations cannot run: leave --dry-run out"
+        )
+    elif o.simulate and o.dry_run:
+        problem = "--dry-run runs nothing: leave --simulate out"
+    elif o.sweep and o.simulate and o.trace:
+        problem = "--trace shows one layout, not those of --sweep"
+    elif o.simulate and o.trace and several:
+        problem = "--trace takes one config at a time"
+    if problem:
+        raise InputError(problem)
+    if o.versus:
+        from minitrain.bench.versus import check_installed
+
+        check_installed(o.versus)
 
 
-def run_all(cases: list[Case], options) -> None:
+# --- running
+
+
+def run_all(cases: list[Case], options: Namespace) -> None:
     """Run every case, with a line for each that fails, and one table of all results."""
     results = []
     failed = []
@@ -206,35 +275,22 @@ def run_all(cases: list[Case], options) -> None:
             try:
                 results += run_case(case, options)
             except Exception as error:
+                # the other ranks may not have failed, and would wait for this one
                 if len(cases) == 1 or (world_size() > 1 and not isinstance(error, InputError)):
-                    raise  # the other ranks may not have failed, and would wait for this one
+                    raise
                 failed.append(case.row)
                 tell(case.row, error, options.debug)
-    finally:  # also where SIGTERM or Ctrl-C ends it
-        if len(results) > 1 and rank() == 0:
+    finally:
+        # also where SIGTERM or Ctrl-C ends it
+        if len(results) > 1 and is_first_rank():
+            from minitrain.simulator.sweep import growth
+
             print(growth(results) if options.sweep else table(results, options.wide), flush=True)
     if failed:
         raise InputError(f"{len(failed)} of {len(cases)} configs failed: {', '.join(failed)}")
 
 
-def simulate_combinations(file: str, overrides: list[str], options) -> None:
-    """Rank the combinations of `--sweep` that can run, and say why the others cannot."""
-    system = chosen_system(load_row(file, overrides)[1], options)
-    results = []
-    try:
-        for result in sweep(file, overrides, options.sweep, system):
-            results.append(result)
-            told = result.get("error") or f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s/GPU"
-            print(f"{result['settings']}: {told}", flush=True)
-            if "error" not in result:
-                append(result, options.json)
-    finally:  # also where SIGTERM or Ctrl-C ends it
-        print(ranking(results), flush=True)
-    if all("error" in result for result in results):
-        raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
-
-
-def run_case(case: Case, options) -> list[dict]:
+def run_case(case: Case, options: Namespace) -> list[dict]:
     """Return the results of a case, each written out at once.
 
     Those are none of a dry run; of two proxies, also what they say of the whole.
@@ -242,21 +298,26 @@ def run_case(case: Case, options) -> list[dict]:
     results = []
     for config, added in case.runs:
         if options.dry_run:
+            from minitrain.simulator.fake_world import dry_run
+
             found = dry_run(config)
-            if rank() == 0:
+            if is_first_rank():
                 print(f"{case.row}: {found}", flush=True)
             continue
         release_memory()
         result = run(case.row, config, options) | added
         results.append(result)
         try:
-            if options.versus and not options.generate:  # where both take turns from the start
+            # the sampler's and the other library's take turns from the start
+            if options.versus and not options.generate:
                 release_memory()
-                length = options.steps, options.warmup
-                result |= versus(config, start(config), case.row, *length, options.versus)
-        finally:  # ours is not lost where the other library fails, as where it needs more memory
+                result |= run_beside(case.row, config, options)
+        finally:
+            # ours is not lost where the other library fails, as where it needs more memory
             write_result(result, options.json, options.wide)
     if options.proxy and len(results) == 2:
+        from minitrain.bench.proxy import extrapolate
+
         results.append(extrapolate(case.config, *results))
         write_result(results[-1], options.json, options.wide)
     return results
@@ -264,76 +325,97 @@ def run_case(case: Case, options) -> list[dict]:
 
 def release_memory() -> None:
     """Free earlier models, which are full of cycles, so that this one's peak is its own."""
+    import torch
+
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def run(row: str, config: Config, options) -> dict:
-    """Simulate or measure one config."""
-    length = options.steps, options.warmup
-    profile = options.profile, options.trace
+def run(row: str, config: Config, options: Namespace) -> dict:
+    """Return the result of one config in the mode that the options ask for."""
     if options.simulate:
-        return simulate(row, config, options)
+        return run_simulated(row, config, options)
     if options.shrink:
-        return run_shrunk(config, row, *length)
+        from minitrain.bench.shrink import run_shrunk
+
+        return run_shrunk(config, row, options.steps, options.warmup)
     check_layout(config, world_size())
     if options.generate:
-        return measure_sampling(config, row, *length, options.versus is not None, *profile)
+        from minitrain.bench.measure_sampling import measure_sampling
+
+        versus = options.versus is not None
+        length = options.steps, options.warmup
+        return measure_sampling(config, row, *length, versus, options.profile, options.trace)
+    return run_measured(row, config, options)
+
+
+def run_measured(row: str, config: Config, options: Namespace) -> dict:
+    """Time training steps, or those of GRPO."""
+    from minitrain.bench.figures import placed
+    from minitrain.bench.measure import measure
+    from minitrain.bench.measure_policy import measure_policy
+    from minitrain.run.launch.start import pick_device, start
+    from minitrain.run.monitor.hardware import describe
+    from minitrain.simulator.fake_world import announce_memory
+
+    length = options.steps, options.warmup
     config = placed(config, world_size(), describe(pick_device(config.device))["device"])
     if config.task == "grpo":
         return measure_policy(config, row, *length)
     estimate = announce_memory(row, config) if config.task == "diffusion" else {}
-    return measure(config, row, start(config), *length, *profile) | estimate
+    return measure(config, row, start(config), *length, options.profile, options.trace) | estimate
 
 
-def simulate(row: str, config: Config, options) -> dict:
-    system = chosen_system(config, options)
-    simulation, outcome = predicted_row(config, row, system)
-    is_published = "recipe" in config.reference and "layout" not in config.reference
-    if is_published and system.name == system_of(config) and outcome["ratio"] is not None:
-        outcome["as_published"] = as_published(config, row, system, simulation)
+def run_beside(row: str, config: Config, options: Namespace) -> dict:
+    """Time training steps in turns with those of another library."""
+    from minitrain.bench.versus import versus
+    from minitrain.run.launch.start import start
+
+    return versus(config, start(config), row, options.steps, options.warmup, options.versus)
+
+
+def show_calibration(config: Config, file: str | None) -> None:
+    """Measure every rank's device, and show the first one's figures."""
+    from minitrain.run.launch.start import pick_device
+    from minitrain.simulator.calibrate import calibrate
+
+    outcome = calibrate(pick_device(config.device))
+    if is_first_rank():
+        print(calibration_line(outcome), flush=True)
+        append(outcome, file)
+
+
+# --- simulating
+
+
+def run_simulated(row: str, config: Config, options: Namespace) -> dict:
+    from minitrain.simulator.calibrate import chosen_system
+    from minitrain.simulator.chrome import write_trace
+    from minitrain.simulator.predict import predict
+
+    simulation, outcome = predict(config, row, chosen_system(config, options.system))
     if options.trace:
         write_trace(simulation, options.trace)
     return outcome
 
 
-def chosen_system(config: Config, options) -> System:
-    """Return --system, or what the config's published row ran on. Raises InputError."""
-    if options.system is not None:
-        return find_system(options.system)
-    return load_system(system_of(config), "reference.system")
+def rank_combinations(file: str, overrides: list[str], options: Namespace) -> None:
+    from minitrain.simulator.calibrate import chosen_system
+    from minitrain.simulator.sweep import rank
+
+    system = chosen_system(load_row(file, overrides)[1], options.system)
+    rank(file, overrides, options.sweep, system, partial(append, file=options.json))
 
 
-def system_of(config: Config) -> str:
-    return config.reference.get("system", "dgx-h100").lower()
+# --- what is told and written
 
 
-def announce_memory(row: str, config: Config) -> dict[str, float]:
-    """Print, before anything is allocated, how much memory a rank will need.
+def is_first_rank() -> bool:
+    """Return whether this process prints and writes for all."""
+    from minitrain.run.launch.failures import rank
 
-    Returns that for the config's result. Under torchrun for the first config alone, whose process
-    group stays up.
-    """
-    if rank() != 0:
-        return {}
-    if dist.is_initialized():  # by an earlier config, but the estimate has a group of its own
-        if "WORLD_SIZE" in os.environ:
-            return {}
-        dist.destroy_process_group()
-    kinds = estimate_memory(config, world_size())
-    parts = ", ".join(f"{kind} {size:.3g}" for kind, size in kinds.items())
-    print(f"{row}: estimated peak memory {sum(kinds.values()):.3g} GiB ({parts})", flush=True)
-    working = kinds["activations"] + kinds["gathered"]
-    return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
-
-
-def show_calibration(config: Config, file: str | None) -> None:
-    """Measure every rank's device, and show the first one's figures."""
-    outcome = calibrate(pick_device(config.device))
-    if rank() == 0:
-        print(calibration_line(outcome), flush=True)
-        append(outcome, file)
+    return rank() == 0
 
 
 def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
@@ -342,7 +424,7 @@ def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
     Either is done though the other cannot be, as where whoever read the output has gone, or a disk
     is full.
     """
-    if rank() != 0:
+    if not is_first_rank():
         return
     try:
         print(table([outcome], wide), flush=True)
@@ -353,6 +435,12 @@ def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
         slowed = outcome["step_time_s"] > 1.5 * outcome.get("step_time_min_s", math.inf)
         if outcome["mode"] == "measured" and (slowed or outcome["mfu"] > 1):
             print(f"warning: {outcome['row']}: {UNSTEADY}", file=sys.stderr, flush=True)
+        if outcome["mfu"] > 1:
+            rate = (
+                f"the matmul rate of {outcome['device']}, {outcome['matmul_tflops']:.4g} TFLOP/s,"
+            )
+            line = f"MFU of {outcome['mfu']:.1%}: {rate} is at fault, or a rate above it is"
+            print(f"warning: {outcome['row']}: {line}", file=sys.stderr, flush=True)
     finally:
         append(outcome, file)
 
@@ -374,12 +462,12 @@ def tell(row: str, error: Exception, debug: bool) -> None:
     """Report the error in one line, as the command line reports its own."""
     if debug:
         traceback.print_exception(error)
-    if rank() == 0:
-        line = in_one_line(error) or f"{error!r:.200}"
+    if is_first_rank():
+        line = cli.in_one_line(error) or f"{error!r:.200}"
         print(f"error: {row}: {line}", file=sys.stderr, flush=True)
 
 
-def tell_next(options) -> None:
+def tell_next(options: Namespace) -> None:
     """Say on stderr what was written, and what to do next."""
     if options.dry_run:
         line = "nothing was run: leave --dry-run out, or predict speed and memory with --simulate"
@@ -391,7 +479,7 @@ def tell_next(options) -> None:
         )
     else:
         line = f"wrote {options.json}: python bench.py --report {options.json} makes a page of it"
-    if rank() == 0:
+    if is_first_rank():
         if options.trace:
             print(f"wrote {options.trace}: see it at https://ui.perfetto.dev", file=sys.stderr)
         print(line, file=sys.stderr)

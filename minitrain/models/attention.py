@@ -97,7 +97,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
     sinks: [heads], see `attention_with_sinks`.
     Returns [batch, heads, queries, v's head_dim].
     """
-    # The simulator replaces this function, and parallel/recompute.py lists its kernels by name.
+    # Modules name it as an exchange point, where the simulator replaces it; parallel/recompute.py
+    # lists its kernels by name.
     if sinks is not None:
         return attention_with_sinks(sinks, q, k, v, mask)
     if isinstance(mask.attn_mask, BlockMask):

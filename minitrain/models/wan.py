@@ -191,8 +191,9 @@ class CrossAttention(nn.Module):
     def __init__(self, dim: int, heads: int, eps: float, image: bool):
         super().__init__()
         self.head_dim = dim // heads
-        # exchange points of tensor parallelism
+        # exchange points of tensor parallelism, and of the simulator: a text is whole on every rank
         self.gather = self.reduce = identity
+        self.attend_text = attention
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
         self.norm_q = nn.RMSNorm(dim, eps)
         self.norm_k = nn.RMSNorm(dim, eps)
@@ -217,7 +218,7 @@ class CrossAttention(nn.Module):
         # [batch, heads, seq or tokens, head_dim]
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attention(q, k, v, Mask(causal=False)).transpose(1, 2).flatten(2)
+        return self.attend_text(q, k, v, Mask(causal=False)).transpose(1, 2).flatten(2)
 
 
 class AdaLN(KeepsFP32):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from minitrain.bench.report import need_rates, result_lines
+from minitrain.bench.rows import constants
 from minitrain.errors import InputError
 from minitrain.run.monitor.hardware import (
     ATTENTION_LENGTH,
@@ -19,17 +20,10 @@ from minitrain.run.monitor.hardware import (
     measure_matmul,
     measure_memory,
 )
-from minitrain.simulator.timeline import BESIDE, System, load_system
+from minitrain.settings import Config
+from minitrain.simulator.timeline import System, load_system, own_system
 from minitrain.simulator.trace import Event
 
-# part of a device's name -> the system in systems.yaml
-GPUS = {
-    "H200": "h200",
-    "H100": "dgx-h100",
-    "GB300": "dgx-gb300",
-    "GB200": "dgx-gb200",
-    "B200": "dgx-b200",
-}
 BYTES = {"bf16": 2, "fp8": 1}
 # the share of a large addition's rate that fused kernels reach, on the H200 of results/h200
 FUSED_SHARE = 0.89
@@ -50,15 +44,31 @@ def calibrate(device: torch.device) -> dict:
     return {
         "row": "calibration",
         "mode": "calibration",
-        "system": next(
-            (name for part, name in GPUS.items() if on_gpu and part in machine["device"]), None
-        ),
+        "system": system_with(machine["device"]) if on_gpu else None,
         "matmul": {name: measure_matmul(device, dtype) for name, dtype in dtypes.items()},
         "attention_forward": forward,
         "attention_backward": backward,
         "memory": measure_memory(device),
         **machine,
     }
+
+
+def system_with(device: str) -> str | None:
+    """Return the system of systems.yaml whose GPU's name is in the device's, the longest if several."""
+    names = {
+        name.removeprefix("dgx-").replace("-", " ").upper(): name for name in constants("systems")
+    }
+    return names.get(max((gpu for gpu in names if gpu in device.upper()), key=len, default=""))
+
+
+def chosen_system(config: Config, word: str | None) -> System:
+    """Return what --system names, or by default what the config's published row ran on.
+
+    Raises InputError for an unknown one.
+    """
+    return (
+        load_system(own_system(config), "reference.system") if word is None else find_system(word)
+    )
 
 
 def find_system(word: str) -> System:
@@ -73,7 +83,8 @@ def find_system(word: str) -> System:
     ]
     if not found or not found[-1][1].get("system"):
         raise InputError(
-            f"--system={word} holds no calibration of a GPU that the simulator knows ({', '.join(GPUS)})"
+            f"--system={word} holds no calibration of a GPU that the simulator knows "
+            f"({', '.join(constants('systems'))})"
         )
     where, outcome = found[-1]
     need_rates(where, outcome)
@@ -102,7 +113,7 @@ def calibrated(system: System, outcome: dict) -> System:
             sizes=(1, *[MATMUL_SIZE] * 3),
             element=BYTES[name],
         )
-        seconds = work / outcome["matmul"][name] - BESIDE * moved / system.memory
+        seconds = work / outcome["matmul"][name] - system.beside * moved / system.memory
         rates[name] = getattr(system, name) * work / system.gemm_rate(square) / seconds
     causal = system.attention["causal"]
     length = 1 + causal.start / (ATTENTION_LENGTH / 2)

@@ -13,15 +13,18 @@ decides what is kept between them. Left out of memory: what is being sent betwee
 """
 
 import dataclasses
-import sys
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, partialmethod
+from functools import partial
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# what a graph is called by that gets no kernels
+from torch._dynamo.backends import debugging
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module
 
@@ -29,27 +32,30 @@ from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitrain.data.datasets import open_dataset
-from minitrain.models.attention import Mask, apply_sinks, attention, make_mask
+from minitrain.models.attention import Mask, apply_sinks
 from minitrain.models.fp8 import is_placeholder
 from minitrain.parallel import shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.recompute import ATTENTION as SAVED_ATTENTION
 from minitrain.parallel.shards import to_local
+from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.launch.failures import rank
 from minitrain.run.launch.start import meshes_of
 from minitrain.settings import Config
 from minitrain.simulator.marks import mark_blocks, marked_passes, marked_schedule, parts
 from minitrain.simulator.operators import ATTENTION_WORK, attention_work
 from minitrain.simulator.repeat import RepeatedGraph
 from minitrain.simulator.trace import Trace, Tracer
-from minitrain.training import build
-from minitrain.training.build import make_model
+from minitrain.training import loss
+from minitrain.training.build import allocate, lay_out, make_model
 from minitrain.training.ema import update_averages
 from minitrain.training.footprint import describe_sizes, footprint
 from minitrain.training.loop import Trainer
 
-MODELS = "minitrain.models."
+# exchange points for attention: over tokens, and to a video's text
+ATTENDING = ("attend", "attend_text")
 OFFSETS = "compute_local_shape_and_global_offset"
 
 
@@ -78,7 +84,7 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
     return groups
 
 
-# ------------------------------------------------------------------------------------ attention and the head's gradient
+# --- attention and the head's gradient
 
 
 @torch.library.custom_op("minitrain::attention", mutates_args=())
@@ -182,7 +188,7 @@ def fake_add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     torch.ops.minitrain.add_product(total, a, b)
 
 
-# -------------------------------------------------------------------------------------------------------------- a step
+# --- a step
 
 
 def trace_step(
@@ -201,7 +207,9 @@ def trace_step(
         dataset, _ = open_dataset(config)
         with FakeTensorMode(allow_non_fake_inputs=True):
             trainer = Trainer(
-                dataclasses.replace(config, device="cpu"), meshes, fill=lambda *_: None
+                dataclasses.replace(config, device="cpu"),
+                meshes,
+                build=partial(build_counted, visible),
             )
             make_optimizer_states(trainer)
             # fake tensors hold no labels to count
@@ -220,45 +228,59 @@ def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
         trainer.step(dataset, 0)
 
 
+def build_counted(
+    visible: float | None, config: Config, meshes: Meshes, fill: Callable | None = None
+) -> Module:
+    """Stand in for `build_model`: the same layout, of a model that counts. Values are undefined."""
+    # the layout works on the meta device, whose tensors cannot be fake too
+    with unset_fake_temporarily():
+        model = lay_out(partial(make_counted, visible, config), config, meshes)
+    allocate(model, config, meshes.device)
+    return model
+
+
+def make_counted(visible: float | None, config: Config, **stage) -> Module:
+    """Return `make_model`'s model, or stage, with stand-ins at its exchange points.
+
+    Attention only counts, unless `visible` is None, and compilation writes no kernels.
+    """
+    model = make_model(config, **stage)
+    for block in model.blocks:
+        block.compile = partial(compile_without_kernels, block)
+    if visible is not None:
+        model.make_mask = partial(counting_mask, visible)
+        for module in model.modules():
+            for name in ATTENDING:
+                if hasattr(module, name):
+                    setattr(module, name, fake_attend)
+    return model
+
+
 @contextmanager
 def stand_ins(visible: float | None) -> Iterator[None]:
-    """Replace what fake tensors cannot run, or what must be counted otherwise.
+    """Replace what has no exchange point, for tensors that are fake.
 
-    Attention only counts, compilation writes no kernels, and weights get no values.
+    Of the package that is the head's gradient, which CPUs sum up otherwise than CUDA; the others
+    are torch's.
     """
     patches = [
-        patch("minitrain.training.build.check_fits", do_nothing),
-        patch("minitrain.training.build.use_cpu_linears", do_nothing),
-        patch.object(build, "parallelize", without_fake_tensors(build.parallelize)),
         patch.object(shards, OFFSETS, without_fake_tensors(getattr(shards, OFFSETS))),
         patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor),
-        patch("torch.as_strided", partial(as_strided_unless_placeholder, torch.as_strided)),
-        patch.object(Module, "compile", partialmethod(compile_without_kernels, Module.compile)),
-        patch("torch._dynamo.backends.debugging.boxed_nop", RepeatedGraph),
+        patch.object(
+            torch, "as_strided", partial(as_strided_unless_placeholder, torch.as_strided)
+        ),
+        patch.object(debugging, "boxed_nop", RepeatedGraph),
     ]
     if visible is not None:
-        # files of models/ import these functions by name: replace them in each
-        patches.append(patch("minitrain.training.loss._add_product", fake_add_product))
-        counted = {attention: fake_attend, make_mask: partial(counting_mask, visible)}
-        models = [sys.modules[name] for name in sys.modules if name.startswith(MODELS)]
-        for real, stand_in in counted.items():
-            holders = [room for room in models if vars(room).get(real.__name__) is real]
-            patches += [patch.object(room, real.__name__, stand_in) for room in holders]
+        patches.append(patch.object(loss, "_add_product", fake_add_product))
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
         yield
 
 
-def do_nothing(*args) -> None:
-    pass
-
-
 def without_fake_tensors(function: Callable) -> Callable:
-    """Wrap a function that must not see fake tensors.
-
-    It works on the meta device, whose tensors cannot be fake too, or reads numbers back.
-    """
+    """Wrap a function that must not see fake tensors, as it reads numbers back."""
 
     def run(*args):
         with unset_fake_temporarily():
@@ -274,10 +296,9 @@ def as_strided_unless_placeholder(
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 
 
-def compile_without_kernels(
-    module: Module, compile_module: Callable, options: dict | None = None, **others
-) -> None:
-    compile_module(module, backend="aot_eager_decomp_partition", **others)
+def compile_without_kernels(module: Module, options: dict | None = None, **others) -> None:
+    """Stand in for `module.compile`."""
+    Module.compile(module, backend="aot_eager_decomp_partition", **others)
 
 
 def make_optimizer_states(trainer: Trainer) -> None:
@@ -297,6 +318,26 @@ def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
     Call it before a process group starts.
     """
     return {kind: size / 2**30 for kind, size in trace_step(config, world_size).peak.items()}
+
+
+def announce_memory(row: str, config: Config) -> dict[str, float]:
+    """Print, before anything is allocated, how much memory a rank will need.
+
+    Returns that for the config's result. Under torchrun for the first config alone, whose process
+    group stays up.
+    """
+    if rank() != 0:
+        return {}
+    # by an earlier config, but the estimate has a group of its own
+    if dist.is_initialized():
+        if "WORLD_SIZE" in os.environ:
+            return {}
+        dist.destroy_process_group()
+    kinds = estimate_memory(config, world_size())
+    parts = ", ".join(f"{kind} {size:.3g}" for kind, size in kinds.items())
+    print(f"{row}: estimated peak memory {sum(kinds.values()):.3g} GiB ({parts})", flush=True)
+    working = kinds["activations"] + kinds["gathered"]
+    return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
 
 
 def dry_run(config: Config) -> str:

@@ -58,7 +58,8 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
         shards for m in trainer.model.modules() for shards, _ in getattr(m, "shards", {}).values()
     }
 
-    @torch.no_grad()  # where a DTensor hands out its local tensor as it is
+    # where a DTensor hands out its local tensor as it is
+    @torch.no_grad()
     def count_lasting() -> None:
         tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
         tracer.hold(parts(unreduced_gradients(trainer.model)), "gradients")

@@ -24,9 +24,6 @@ from functools import cache
 from itertools import pairwise
 from statistics import median_high
 
-import torch
-
-from minitrain.bench.measure import published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
@@ -207,67 +204,7 @@ def representatives(config: Config) -> dict[int, int]:
     return alike
 
 
-# -------------------------------------------------------------------------------------------------------- the figures
-
-
-def simulated_figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """Return the config's result, with keys as in the README. The breakdown is the first rank's."""
-    tokens = config.batch.global_ * config.batch.seq_len / simulation.step / stated_ranks(config)
-    flops = token_flops(config, visible_share(open_dataset(config)[0]))
-    peaks = [trace.peak for trace in simulation.traces.values()]
-    return counted_result(config, row, system, simulation, peaks) | {
-        "step_time_s": simulation.step,
-        **rates(config, tokens, peak_rate(config, system), *flops),
-        "breakdown_s": simulation.breakdown(),
-        "timeline": simulation.pipeline and simulation.pipeline.lanes(simulation.step),
-    }
-
-
-def counted_result(
-    config: Config,
-    row: str,
-    system: System,
-    simulation: Simulation,
-    peaks: list[dict[str, int]],
-    steps: int = 1,
-) -> dict:
-    """Return the row's counted figures, without those that the time model adds.
-
-    FLOPs and messages are the first rank's, memory is that of the rank that holds most.
-    peaks: bytes by kind that each rank holds. steps: optimizer steps that are counted.
-    """
-    peak = max(peaks, key=lambda peak: sum(peak.values()))
-    size = sum(peak.values())
-    times = simulation.times()
-    return {
-        "row": row,
-        "system": system.name,
-        "device": system.name,
-        "mode": "simulated",
-        "proxy": False,
-        "world_size": stated_ranks(config),
-        "matmul_tflops": peak_rate(config, system) / 1e12,
-        "executed_flops_per_gpu": steps * simulation.traces[0].flops(times),
-        "collectives": {
-            name: [steps * n for n in counts]
-            for name, counts in simulation.traces[0].collectives(times).items()
-        },
-        "peak_memory_gib": size / 2**30,
-        "memory_gib": {kind: part / 2**30 for kind, part in peak.items()},
-        "activations_gib": peak["activations"] / 2**30,
-        "fits": size <= system.capacity,
-        "capacity_gib": system.capacity / 2**30,
-        "reference": config.reference,
-        "published_step_time_s": published_step_time(config),
-        "torch": torch.__version__,
-    }
-
-
-def peak_rate(config: Config, system: System) -> float:
-    return system.fp8 if config.precision == "fp8" else system.bf16
-
-
-# ------------------------------------------------------------------------------------------- from few micro-batches
+# --- from few micro-batches
 
 
 def typical_events(trace: Trace) -> set[int]:
@@ -306,7 +243,7 @@ def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
     return line.end + ((starts[2] - starts[1]) * (micro_batches - 3) if len(starts) == 3 else 0.0)
 
 
-# ------------------------------------------------------------------------------------------ a pipeline's ranks together
+# --- a pipeline's ranks together
 
 
 def pipelined(

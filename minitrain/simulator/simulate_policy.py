@@ -22,14 +22,13 @@ A published run's stack pays for more than that: see `Stack`.
 """
 
 import math
-import time
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from torch import Tensor
 
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
-from minitrain.bench.measure import placed, rates
+from minitrain.bench.figures import rates
 from minitrain.bench.measure_policy import published_lengths
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
@@ -37,20 +36,10 @@ from minitrain.models.zoo import empty_model
 from minitrain.run.config.layout_checks import row_ranks, stated_ranks
 from minitrain.run.monitor.flops import policy_flops
 from minitrain.settings import GRPO, Config, Data
-from minitrain.simulator.simulate import (
-    TWICE,
-    Simulation,
-    counted_result,
-    peak_rate,
-    record,
-    simulated_figures,
-    time_traces,
-)
-from minitrain.simulator.timeline import System
+from minitrain.simulator.simulate import TWICE, Simulation
+from minitrain.simulator.timeline import System, peak_rate
 from minitrain.training.footprint import state_bytes
 
-# bytes/s between a GPU and its host, each way: NVIDIA/nvbandwidth issue 24, 52.8e9 with an H100
-HOST_LINK = 50e9
 # standard deviation of the logarithm of responses' lengths: not published; decode_* of nemo-rl are fitted with it
 LENGTH_SPREAD = 0.8
 
@@ -82,30 +71,6 @@ class Rollouts:
     @property
     def tokens(self) -> int:
         return self.responses * (self.prompt + self.mean)
-
-
-def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """Return the simulation of an optimizer step, and the result of a config of any task.
-
-    Of a GRPO step, FLOPs and messages are those of its optimizer steps alone: sampling and
-    log-probabilities are not traced.
-    """
-    began = time.perf_counter()
-    config = placed(config, stated_ranks(config), system.name)
-    if config.task == "grpo":
-        trainer = training_config(config)
-        simulation = time_traces(trainer, record(trainer), system)
-        peaks = [
-            trace.peak | held_besides(config, trace.peak) for trace in simulation.traces.values()
-        ]
-        found = counted_result(config, row, system, simulation, peaks, updates_of(config))
-        found |= policy_figures(config, system, simulation, None) | {
-            "response_tokens": rollouts_of(config).mean
-        }
-    else:
-        simulation = time_traces(config, record(config), system)
-        found = simulated_figures(config, row, system, simulation)
-    return simulation, found | {"simulated_in_s": time.perf_counter() - began}
 
 
 def policy_figures(
@@ -171,7 +136,7 @@ def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
     return {"reference": reference, "sampler": sampler}
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# --- training
 
 
 def training_config(config: Config) -> Config:
@@ -200,7 +165,7 @@ def forward_share(config: Config) -> float:
     return 1 / ((2 if config.lora else 3) + (config.recompute in TWICE))
 
 
-# ------------------------------------------------------------------------------------------------------------- sampling
+# --- sampling
 
 
 def generation_seconds(config: Config, system: System, stack: Stack | None) -> float:
@@ -261,7 +226,7 @@ def share_longer(length: float, location: float) -> float:
     return NormalDist(-location, LENGTH_SPREAD).cdf(-math.log(max(length, 1e-9)))
 
 
-# ---------------------------------------------------------------------------------------------------------------- refit
+# --- refit
 
 
 def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
@@ -281,7 +246,7 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
             / config.rollout.tp
             / (system.nvlink if gpus <= system.domain else system.network)
         )
-        return weights + offload_seconds(config, parameters) / gpus
+        return weights + offload_seconds(config, system, parameters) / gpus
     gathering = 2 * count / stack.gather
     if config.grpo.generation_ranks:
         return gathering
@@ -289,7 +254,9 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
     return gathering + tensors * stack.tensor + stack.wake + 12 * count / gpus / stack.offload
 
 
-def offload_seconds(config: Config, parameters: list[tuple[str, Tensor]]) -> float:
+def offload_seconds(
+    config: Config, system: System, parameters: list[tuple[str, Tensor]]
+) -> float:
     """Return the seconds until all optimizer states and the reference are on one host, and back.
 
     parameters: the model's, by name.
@@ -302,4 +269,4 @@ def offload_seconds(config: Config, parameters: list[tuple[str, Tensor]]) -> flo
         reference = 2 if config.precision == "bf16-pure" else 4
     size = state_bytes(parameters, config.optim)
     size += reference * sum(parameter.numel() for _, parameter in parameters)
-    return 2 * size / HOST_LINK
+    return 2 * size / system.host_link

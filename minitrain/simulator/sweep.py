@@ -4,19 +4,19 @@ They are simulated and ranked by tokens/s (what should I run on my cluster?), or
 compared with how the FLOPs grow.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import product
 
 from tqdm import tqdm
 
-from minitrain.bench.measure import load_row
 from minitrain.bench.report import in_width, sized
+from minitrain.bench.rows import load_row
 from minitrain.errors import InputError
 from minitrain.run.config.layout_checks import stated_ranks, training_ranks
 from minitrain.run.config.load import load
 from minitrain.settings import Config, Parallel
-from minitrain.simulator.simulate_policy import predicted_row
+from minitrain.simulator.predict import predicted_row
 from minitrain.simulator.timeline import System
 
 
@@ -38,6 +38,32 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
             yield {"settings": settings} | predicted_row(config, settings, system)[1]
         except InputError as error:
             yield {"settings": settings, "error": str(error)}
+
+
+def rank(
+    file: str,
+    overrides: list[str],
+    choices: list[str],
+    system: System,
+    keep: Callable[[dict], None],
+) -> None:
+    """Print each combination of `sweep` as it is simulated, and their ranking at the end.
+
+    keep(result): called with each result of one that can run. Raises InputError if none can.
+    """
+    results = []
+    try:
+        for result in sweep(file, overrides, choices, system):
+            results.append(result)
+            told = result.get("error") or f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s/GPU"
+            print(f"{result['settings']}: {told}", flush=True)
+            if "error" not in result:
+                keep(result)
+    finally:
+        # also where SIGTERM or Ctrl-C ends it
+        print(ranking(results), flush=True)
+    if all("error" in result for result in results):
+        raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
 
 
 def with_all_gpus(file: str, overrides: list[str], gpus: int) -> Config:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from minitrain.bench.rows import constants
 from minitrain.errors import InputError
+from minitrain.settings import Config
 from minitrain.simulator.trace import SHARDS, Event, Trace
 
 # rows and columns of a matrix product's result that a multiprocessor computes at a time
@@ -40,8 +41,6 @@ READS_GATHERED = ("split_with_sizes_copy", "embedding")
 RECOVERED = 0.6
 # channels per head up to which an attention kernel is slower
 NARROW = 64
-# the share of the time for a product's bytes that is not hidden: fitted with bf16, see systems.yaml
-BESIDE = 0.27
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,13 @@ class System:
     FLOP/s:
         bf16, fp8: of matrix products. attention: of its kernels, by the form of the event.
     bytes/s:
-        memory, nvlink, network; dispatch_network: of an all-to-all between domains.
+        memory; nvlink: of large all-gathers within a domain, one direction. network: of each GPU's
+        own adapter, between domains; dispatch_network: of an all-to-all there. host_link: between a
+        GPU and its host, each way.
     Shares:
-        decode_weights, decode_caches: of `memory`, in decoding. grouped_beside: BESIDE of an
-        expert's products. unfused: bytes that eager element-wise kernels move per byte of compiled
-        ones.
+        decode_weights, decode_caches: of `memory`, in decoding. beside, grouped_beside: of the time
+        for a product's bytes, what its arithmetic does not hide; the latter of an expert's.
+        unfused: bytes that eager element-wise kernels move per byte of compiled ones.
     Seconds:
         launch, grouped_launch: the least of a kernel. latency, far_latency: of a message.
         dispatch: of an all-to-all of experts' rows, besides. expert_layer: the least of a layer of
@@ -92,6 +93,7 @@ class System:
     attention: dict[str, Attention]
     memory: float
     launch: float
+    beside: float
     grouped_beside: float
     grouped_launch: float
     dispatch: float
@@ -102,6 +104,7 @@ class System:
     nvlink: float
     domain: int
     network: float
+    host_link: float
     latency: float
     far_latency: float
     gemm_tiles: int
@@ -121,7 +124,7 @@ class System:
         work = event.flops / self.gemm_rate(event)
         if event.kind == "grouped":
             return max(work + self.grouped_beside * moved, moved) + self.grouped_launch
-        return max(work + BESIDE * moved, moved) + self.launch
+        return max(work + self.beside * moved, moved) + self.launch
 
     def gemm_rate(self, event: Event) -> float:
         rate = {1: self.fp8, 2: self.bf16}.get(event.element, self.bf16 / 16)
@@ -165,12 +168,31 @@ class System:
 def load_system(name: str, setting: str = "--system") -> System:
     """Return a system of systems.yaml by its name, such as dgx-h100 or, as in the tables, DGX-H100.
 
-    Raises InputError, which names the setting, for an unknown one.
+    Raises InputError, which names the setting, for an unknown one, or one whose attention would be
+    faster than its matrix products, of which attention is made.
     """
     known = constants("systems")
     if name.lower() not in known:
         raise InputError(f"{setting}={name} is not one of {', '.join(known)}")
-    return System(name.lower(), **rates_of(known[name.lower()]))
+    system = System(name.lower(), **rates_of(known[name.lower()]))
+    for form, kernel in system.attention.items():
+        rate = max(kernel.forward, kernel.backward)
+        if rate > system.bf16:
+            raise InputError(
+                f"{setting}={name}: systems.yaml has its {form} attention at {rate / 1e12:.4g} TFLOP/s, above bf16's "
+                f"{system.bf16 / 1e12:.4g} (give the machine kernels of its own)"
+            )
+    return system
+
+
+def own_system(config: Config) -> str:
+    """Return the name of the system that the config's published row ran on."""
+    return config.reference.get("system", "dgx-h100").lower()
+
+
+def peak_rate(config: Config, system: System) -> float:
+    """Return the FLOP/s of matrix products of which MFU is a share."""
+    return system.fp8 if config.precision == "fp8" else system.bf16
 
 
 def rates_of(values: dict) -> dict:

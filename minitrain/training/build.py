@@ -43,21 +43,33 @@ def build_model(
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
         raise ValueError("model.path and lora.path need `fill` (see run/launch/start.py)")
-    # `parallelize` makes the model itself: a pipeline calls `make_model` once for each stage
-    model = parallelize(partial(make_model, config), config, meshes)
-    balance_over_ranks(model, config, meshes)
+    model = lay_out(partial(make_model, config), config, meshes)
     check_fits(model, config, meshes.device, trained)
-    # here memory is allocated, for this rank's shards alone
-    model.to_empty(device=meshes.device)
+    allocate(model, config, meshes.device)
     if meshes.device.type == "cpu":
         use_cpu_linears(model)
-    if config.precision == "fp8":
-        gather_in_fp8(model, config.fp8.keep_transposed)
     if fill is None:
         initialize(model, config.seed)
     else:
         fill(config, model)
     return model
+
+
+def lay_out(make: Callable[..., Module], config: Config, meshes: Meshes) -> Module:
+    """Return the model that `make` builds on the meta device, parallelized over the ranks.
+
+    make: as `parallelize` takes it, which calls it once for each stage of a pipeline.
+    """
+    model = parallelize(make, config, meshes)
+    balance_over_ranks(model, config, meshes)
+    return model
+
+
+def allocate(model: Module, config: Config, device: torch.device) -> None:
+    """Allocate memory for this rank's shards, whose values are still undefined."""
+    model.to_empty(device=device)
+    if config.precision == "fp8":
+        gather_in_fp8(model, config.fp8.keep_transposed)
 
 
 def make_model(config: Config, **stage) -> Decoder | Wan:

@@ -35,7 +35,7 @@ class Trainer:
     """This rank's model, optimizer and objective.
 
     objective: by default that of the config's task.
-    fill: see `build_model`.
+    fill: see `build_model`. build(config, meshes, fill): called in its place, as the simulator does.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Trainer:
         meshes: Meshes,
         objective: Objective | None = None,
         fill: Callable[[Config, Module], None] | None = None,
+        build: Callable[..., Module] = build_model,
     ):
         self.config = config
         self.meshes = meshes
@@ -51,7 +52,7 @@ class Trainer:
         self.objective = objective or make_objective(config)
         check_objective(self.objective, config.parallel)
         self.device = meshes.device
-        self.model = build_model(config, meshes, fill)
+        self.model = build(config, meshes, fill)
         self.optimizer = make_optimizer(self.model, config.optim)
 
     def prepare(self, dataset: Dataset, batches: int) -> None:

@@ -16,7 +16,8 @@ import yaml
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain.bench.decoding import bytes_read, model_reads
-from minitrain.bench.measure import load_row, result, row_name, token_flops
+from minitrain.bench.figures import table_convention, token_flops
+from minitrain.bench.measure import result
 from minitrain.bench.measure_sampling import (
     decoding_figures,
     make_prompts,
@@ -24,8 +25,8 @@ from minitrain.bench.measure_sampling import (
     sampling_figures,
 )
 from minitrain.bench.report import beside, details, in_width, markdown, sized, table
+from minitrain.bench.rows import CONVENTIONS, load_row, row_name
 from minitrain.commands import bench as commands
-from minitrain.commands import bench_cli as benchmark_cli
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
 from minitrain.run.config.load import from_dict, load
@@ -36,7 +37,7 @@ main = runpy.run_path(str(ROOT / "bench.py"), run_name="bench")["main"]
 
 
 def bench_options(*words: str):
-    return benchmark_cli.parser().parse_args(list(words))
+    return commands.parser().parse_args(list(words))
 
 
 WAN = [
@@ -76,6 +77,18 @@ def test_a_busy_machine_is_told_of(capsys, seconds, matmul, unsteady):
     tree = {"model": "llama3-8b", "batch": {"global": 1, "micro": 1, "seq_len": 4}}
     commands.write_result(outcome(tree, seconds, matmul), None)
     assert ("warning: row: steps were not of one speed" in capsys.readouterr().err) == unsteady
+
+
+@pytest.mark.parametrize("mode", ["measured", "extrapolated"])
+def test_more_than_all_of_a_machines_rate_is_told_of(capsys, mode):
+    """A step of 2 s on a machine of 1 GFLOP/s."""
+    tree = {"model": "llama3-8b", "batch": {"global": 1, "micro": 1, "seq_len": 4}}
+    found = outcome(tree, [2.0] * 3, 1e9) | {"mode": mode, "left_out": "", "device": "slow"}
+    commands.write_result(found, None)
+    line = f"warning: row: MFU of {found['mfu']:.1%}: the matmul rate of slow, 0.001 TFLOP/s, is at fault"
+    assert found["mfu"] > 1 and line in capsys.readouterr().err
+    commands.write_result(found | {"mfu": 0.99}, None)
+    assert "MFU of" not in capsys.readouterr().err
 
 
 def test_figures_are_arithmetic():
@@ -154,6 +167,12 @@ def test_wrong_published_figures_are_refused_before_a_run(reference, line, tmp_p
     file.write_text(f"model: llama3-8b-tiny\nreference: {{{reference}}}\n")
     with pytest.raises(InputError, match=line):
         load_row(file, [])
+
+
+def test_every_convention_that_a_row_may_name_has_a_formula():
+    for name in CONVENTIONS:
+        config = from_dict({"model": "llama3-8b-tiny", "reference": {"convention": name}})
+        assert table_convention(config).__name__ == name
 
 
 def test_row_names():
@@ -806,13 +825,14 @@ def test_a_result_is_kept_though_nobody_reads_what_is_printed(tmp_path):
 def test_a_result_is_kept_though_the_other_library_fails(monkeypatch):
     written = []
     monkeypatch.setattr(commands, "run", lambda *_: {"row": "row"})
-    monkeypatch.setattr(commands, "start", lambda *_: None)
+    monkeypatch.setattr("minitrain.run.launch.start.start", lambda *_: None)
     monkeypatch.setattr(
         commands, "write_result", lambda result, file, wide: written.append((result, file))
     )
     case = commands.Case("row", None, [(None, {"proxy": True})])
     options = bench_options("--versus", "peft", "--json", "file")
-    with patch.object(commands, "versus", side_effect=MemoryError), pytest.raises(MemoryError):
+    fails = patch("minitrain.bench.versus.versus", side_effect=MemoryError)
+    with fails, pytest.raises(MemoryError):
         commands.run_case(case, options)
     assert written == [({"row": "row", "proxy": True}, "file")]
 
@@ -864,7 +884,7 @@ def test_a_sweep_that_is_stopped_shows_what_it_has_found(monkeypatch, capsys):
         assert capsys.readouterr().out == "tp=3: does not divide\n"
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(commands, "sweep", stopped)
+    monkeypatch.setattr("minitrain.simulator.sweep.sweep", stopped)
     monkeypatch.setattr("sys.argv", ["bench.py", "--simulate", "--sweep", "tp=1,3,4"])
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import bench
-from minitrain.bench.measure import compare, load_row, placed, published_step_time, rates
+from minitrain.bench.figures import compare, placed, published_step_time, rates
 from minitrain.bench.proxy import (
     LEFT_OUT,
     cut_layers,
@@ -17,16 +17,15 @@ from minitrain.bench.proxy import (
     note,
     parse_counts,
 )
-from minitrain.bench.report import label
-from minitrain.bench.rows import CONFIGS
+from minitrain.bench.report import is_of_system, label
+from minitrain.bench.rows import CONFIGS, load_row
 from minitrain.commands import bench as benchmark
 from minitrain.commands.bench import write_result
 from minitrain.errors import InputError
 from minitrain.run.config.layout_checks import micro_batches
 from minitrain.run.config.load import load
-from minitrain.run.monitor.hardware import is_of_system
 from minitrain.settings import Lora
-from minitrain.simulator import simulate_policy
+from minitrain.simulator import predict
 from tests.helpers.commands import command
 
 DENSE = CONFIGS / "nemo/h100/llama3-70b-pretrain-64gpu.yaml"
@@ -272,10 +271,10 @@ def test_a_run_here_is_not_compared_with_a_run_there(
         bench.parser().parse_args(["--simulate"] if simulated else []),
     )
     options.system = "dgx-h100"
-    monkeypatch.setattr(benchmark, "measure", made_up)
-    monkeypatch.setattr(simulate_policy, "simulated_figures", made_up)
+    monkeypatch.setattr("minitrain.bench.measure.measure", made_up)
+    monkeypatch.setattr(predict, "simulated_figures", made_up)
     for name in ("record", "time_traces"):
-        monkeypatch.setattr(simulate_policy, name, lambda *_: None)
+        monkeypatch.setattr(predict, name, lambda *_: None)
     found = benchmark.run("row", config, options)
     assert found["changed"] == changed
     assert (found["ratio"], found["published"]) == (

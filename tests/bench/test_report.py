@@ -13,6 +13,7 @@ import torch
 
 from minitrain.bench import rows
 from minitrain.bench.page import bar, path, write_report
+from minitrain.bench.results import merge_results, summary
 from minitrain.bench.rows import published_rows
 from minitrain.errors import InputError
 from minitrain.run.monitor import hardware
@@ -513,10 +514,38 @@ def test_lanes_show_what_each_rank_does():
     ]
 
 
+def test_a_run_on_another_gpu_is_compared_with_no_row():
+    """Though the line was kept with a ratio, and without what was changed: LoRA's on an H200, of a row of an H100."""
+    row = "automodel/llama3-8b-lora-1gpu"
+    measured = dict(world_size=1, system="DGX-H100", reference=PUBLISHED[row])
+    for device, counts in (("NVIDIA H200", False), ("NVIDIA H100 80GB HBM3", True)):
+        result = line(row, "measured", 1.25, device=device, **measured)
+        report = merge_results([result], "")
+        (found,) = (each for each in report.rows if each.name == row)
+        assert ("measured" in found.results) == counts == ("1 measured" in summary(report))
+        assert [each["ratio"] for each in report.others] == [None] * (not counts)
+
+
 def test_the_list_needs_no_torch():
     code = "import sys, bench; bench.main(['--list']); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "69 rows" in done.stdout, done.stderr
+
+
+def test_what_needs_no_torch_is_answered_without_it(tmp_path):
+    """--help, --report, and mistakes: of an option or its number, of a setting, of a row's name."""
+    code = f"""
+import sys, bench
+for words in ("--help", "--report --out {tmp_path}", "--stepz 3", "model.num_layer=2",
+              "--config no/such-row", "--steps 0"):
+    try:
+        bench.main(words.split())
+    except (bench.cli.InputError, SystemExit):
+        assert not words.startswith("--report"), words
+    assert "torch" not in sys.modules, words
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_rates_are_counted_work_over_seconds(monkeypatch):

@@ -5,11 +5,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from minitrain.bench import rows
+from minitrain.bench.results import held_back, merge_results, read_results, summary
 from minitrain.bench.rows import CONFIGS, list_rows, published_rows, read_row
+from minitrain.commands import bench
 from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import load
+from minitrain.run.launch import cli
+from minitrain.simulator import simulate
+from minitrain.simulator.fake_world import trace_step
 from minitrain.training.build import make_model
 
 ROWS = {
@@ -136,3 +142,49 @@ def test_figures_of_rows_are_numbers_as_configs_have_them(tmp_path):
     file = tmp_path / "row.yaml"
     file.write_text(ROW % "tokens_per_sec_per_gpu: 1.2e4")
     assert read_row(file)["reference"]["tokens_per_sec_per_gpu"] == 12000
+
+
+MINE = """
+model: llama3-8b-tiny
+batch: {global: 2, micro: 1, seq_len: 64}
+parallel: {dp_shard: 1}
+reference: {source: my cluster, system: DGX-H100, gpus: 1, tokens_per_sec_per_gpu: 1000}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch) -> str:
+    """A row of one's own beside the published ones; returns its name."""
+    (tmp_path / "configs/own").mkdir(parents=True)
+    for file in CONFIGS.iterdir():
+        if file.name != "own":
+            (tmp_path / "configs" / file.name).symlink_to(file)
+    (tmp_path / "configs/own/mine.yaml").write_text(MINE)
+    for module in (rows, cli):
+        monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
+    return "own/mine"
+
+
+def test_a_row_of_ones_own_is_listed_simulated_and_compared_but_not_counted(
+    mine, tmp_path, monkeypatch, capsys
+):
+    assert sorted(published_rows()) == sorted(REFERENCES)
+    bench.main(["--list"])
+    listed = capsys.readouterr().out
+    assert f"| {mine} " in listed and "\n69 rows" in listed
+
+    # in this process
+    monkeypatch.setattr(
+        simulate, "trace_all", lambda jobs: {at: trace_step(*job) for at, job in jobs.items()}
+    )
+    monkeypatch.setattr(bench.tracers, "start_server", lambda: None)
+    file = tmp_path / "mine.jsonl"
+    bench.main(["--simulate", "--config", mine, "--json", str(file)])
+    (result,) = read_results(str(file))
+    assert (result["row"], result["system"]) == (mine, "dgx-h100")
+    assert result["ratio"] == pytest.approx(result["tokens_per_sec_per_gpu"] / 1000)
+
+    report = merge_results([result], "")
+    assert [row.name for row in report.tables["my cluster"]] == [mine]
+    assert "69 published rows" in summary(report) and not held_back(report.rows)
+    assert "my cluster" not in merge_results([], "").tables

@@ -62,9 +62,10 @@ def emulate(arguments: argparse.Namespace) -> None:
     from tests.gpu_emulator.operators import install, log
 
     install()
-    from minitrain.bench.measure import Trainer, load_row, open_dataset
+    from minitrain.bench.measure import Trainer, open_dataset
     from minitrain.bench.measure_sampling import Sampler, build_model, make_prompts, sample, start
     from minitrain.bench.proxy import make_proxy
+    from minitrain.bench.rows import load_row
 
     _, config = load_row(arguments.config, arguments.overrides)
     if arguments.proxy:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from minitrain.bench.measure import load_row
 from minitrain.bench.measure_policy import measure_policy, published_lengths
+from minitrain.bench.rows import load_row
 from minitrain.run.config import load as configs
 from minitrain.run.monitor.flops import clean, flops_per_token, lora_weights, policy_flops
 from tests.distributed.test_grpo_layouts import TREE

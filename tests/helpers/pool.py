@@ -46,6 +46,10 @@ SERVER.set_forkserver_preload(
         "tests.distributed.test_grpo_layouts",
         "minitrain.train",
         "minitrain.commands.bench",
+        # what that imports once it knows its mode
+        "minitrain.bench.measure_sampling",
+        "minitrain.bench.shrink",
+        "minitrain.simulator.predict",
         "torch._dynamo.backends.common",
         "torch._inductor.lowering",
         "torch.distributed.checkpoint",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minitrain.bench.measure import published_step_time
+from minitrain.bench.figures import published_step_time
 from minitrain.models.lora import add_adapters
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config

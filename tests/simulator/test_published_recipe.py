@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from minitrain.bench.measure import load_row
-from minitrain.bench.rows import CONFIGS, RECIPE, constants, published_rows
+from minitrain.bench.rows import CONFIGS, RECIPE, constants, load_row, published_rows
 from minitrain.commands.bench import layouts
 from minitrain.run.config.load import from_dict
-from minitrain.simulator import recipe
-from minitrain.simulator.recipe import as_published
+from minitrain.simulator import predict
+from minitrain.simulator.predict import as_published
 from minitrain.simulator.simulate import Simulation, launch_seconds, time_traces
 from minitrain.simulator.simulate_policy import Stack, policy_figures
 from minitrain.simulator.timeline import load_system, play
@@ -95,7 +94,7 @@ def test_without_the_compiler_it_is_another_trace(monkeypatch):
     again = MUL._replace(reads=MUL.writes, writes=[(3, 29 * 10**11)])
     trace = trace_of(MUL, again, died={2: 1})
     monkeypatch.setattr(
-        recipe,
+        predict,
         "record",
         lambda config: {0: trace_of(MUL, again, MUL)} if not config.compile else {},
     )
@@ -196,7 +195,7 @@ def test_what_a_policy_was_trained_with(monkeypatch):
         policy(reference={"gpus": 8, "recipe": {"stack": "nemo-rl"}}),
         Simulation({}, {}, 1, 1, 99.0),
     )
-    monkeypatch.setattr(recipe, "time_traces", lambda config, traces, system: simulation)
+    monkeypatch.setattr(predict, "time_traces", lambda config, traces, system: simulation)
     stack, found = constants("stacks")["nemo-rl"], as_published(config, "row", SYSTEM, simulation)
     theirs = replace(SYSTEM, **stack["rates"])
     assert found == policy_figures(config, theirs, simulation, Stack(**stack["policy"]))

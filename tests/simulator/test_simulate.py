@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -24,12 +22,14 @@ from minitrain.settings import Lora
 from minitrain.simulator import sweep
 from minitrain.simulator.chrome import write_trace
 from minitrain.simulator.fake_world import (
+    ATTENDING,
     counting_mask,
     fake_attend,
     fake_world,
-    stand_ins,
+    make_counted,
     trace_step,
 )
+from minitrain.simulator.predict import simulated_figures
 from minitrain.simulator.replay import Replay
 from minitrain.simulator.simulate import (
     Simulation,
@@ -37,7 +37,6 @@ from minitrain.simulator.simulate import (
     few_micro_batches,
     record,
     representatives,
-    simulated_figures,
     time_traces,
 )
 from minitrain.simulator.timeline import Span, Timeline, load_system
@@ -227,13 +226,20 @@ def test_stages_with_other_windows_do_not_stand_for_each_other(layers, alike):
     assert representatives(configs.from_dict(TREE | tree)) == alike
 
 
-def test_attention_counts_in_whatever_file_a_model_is(monkeypatch):
-    mine = ModuleType("minitrain.models.mine")
-    mine.attention = attention
-    monkeypatch.setitem(sys.modules, mine.__name__, mine)
-    with stand_ins(1.0):
-        assert mine.attention is fake_attend
-    assert mine.attention is attention
+@pytest.mark.parametrize("model", ["llama3-8b-tiny", "deepseek-v3-tiny", "wan2.1-1.3b-tiny"])
+def test_attention_counts_in_whatever_file_a_model_is(model):
+    """Every module that attends, in each of its layers; with None they stay as they are."""
+    shape = model_config(model)
+    tree = {"model": model}
+    if "wan" in model:
+        batch = {"global": 1, "micro": 1, "seq_len": 16}
+        tree |= {"task": "diffusion", "data": {"size": [2, 4, 8]}, "batch": batch}
+    config = configs.from_dict(tree)
+    layers, kinds = shape.num_layers, 2 if "wan" in model else 1
+    for visible, stand_in in ((1.0, fake_attend), (None, attention)):
+        modules = list(make_counted(visible, config).modules())
+        found = [vars(m)[name] for m in modules for name in ATTENDING if name in vars(m)]
+        assert found == [stand_in] * layers * kinds
 
 
 def test_experts_in_fp32_are_refused():

@@ -14,7 +14,6 @@ from minitrain.run.config.layout_checks import check_layout, stated_ranks
 from minitrain.run.config.load import from_dict, load
 from minitrain.simulator.simulate import Simulation
 from minitrain.simulator.simulate_policy import (
-    HOST_LINK,
     LENGTH_SPREAD,
     Stack,
     decoding_seconds,
@@ -216,7 +215,7 @@ def test_offloading_costs_time_and_saves_memory(states, kl, size):
     kept = replace(config, grpo=replace(config.grpo, offload=False))
     count = sum(p.numel() for p in empty_model(config.model.config).parameters())
     more = refit_seconds(config, SECOND, None) - refit_seconds(kept, SECOND, None)
-    assert more == pytest.approx(2 * size * count / 8 / HOST_LINK)
+    assert more == pytest.approx(2 * size * count / 8 / SECOND.host_link)
     for optimizer, sampler in ((count, count), (3 * count, 0)):
         held = held_besides(config, {"parameters": 70, "optimizer": optimizer})
         assert held == {"reference": 0, "sampler": sampler}
@@ -346,7 +345,7 @@ def test_a_refit_sends_weights_in_bf16_over_the_slowest_link():
         ({"lora": {}}, 0),
     ):  # bytes of states and reference
         offload = policy(grpo={"offload": True, "kl": 0.1}, **changes)
-        moved = 2 * held * size / 2 / 8 / HOST_LINK
+        moved = 2 * held * size / 2 / 8 / SECOND.host_link
         assert refit_seconds(offload, replace(SECOND, nvlink=1e12), None) == pytest.approx(
             moved + size / 2e12
         )

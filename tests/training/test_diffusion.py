@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from minitrain import generate, load_pretrained, merge, save_pretrained, train
 from minitrain.bench.measure import activation_bytes
-from minitrain.commands.bench import announce_memory
 from minitrain.data.datasets import open_dataset
 from minitrain.data.video.latents import save_video
 from minitrain.errors import InputError
@@ -23,7 +22,7 @@ from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict, load, to_dict
 from minitrain.run.launch.start import make_trainer, start
-from minitrain.simulator.fake_world import estimate_memory
+from minitrain.simulator.fake_world import announce_memory, estimate_memory
 from tests.helpers.commands import ROOT
 
 TREE = {

@@ -25,7 +25,8 @@ from minitrain.settings import Config
 
 # (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match
 # counts, so GB200 stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90
-# TFLOP/s.
+# TFLOP/s. Other people's tables count MFU by these peaks; what kernels reach, by which the simulator
+# counts, stands in bench/systems.yaml.
 PEAKS = (
     ("H100 PCIe", 756e12, 51e12),
     ("H100 NVL", 835e12, 60e12),
@@ -36,9 +37,6 @@ PEAKS = (
     ("GB200", 2500e12, None),
     ("B200", 2250e12, None),
 )
-
-# words in the names of GPUs that are slower than a system's, or parts of them
-OTHER_FORMS = {"pcie", "nvl", "mig"}
 
 # tokens of the attention that is timed on CUDA
 ATTENTION_LENGTH = 8192
@@ -69,15 +67,6 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 def compute_dtype(config: Config) -> torch.dtype:
     return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(
         config.precision, torch.bfloat16
-    )
-
-
-def is_of_system(machine: str, system: str) -> bool:
-    """Return whether `machine`, a system's or a device's name, belongs to a published system."""
-    words = set(machine.lower().split())
-    name = system.lower()
-    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(
-        OTHER_FORMS
     )
 
 
