@@ -1,10 +1,10 @@
-"""`pytest --of FILE`: pytest takes options only from a conftest.py that it reads before all others."""
+"""`pytest --of FILE`, and all that was found: here, since pytest reads this before all others."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.imports import files_wanted, reached_by
+from tests.helpers.imports import COLLECTED, files_wanted, reached_by
 
 WANTED = pytest.StashKey[set[Path]]()
 
@@ -27,3 +27,7 @@ def pytest_ignore_collect(collection_path, config):
     wanted = config.stash[WANTED]
     if wanted and collection_path.match("test_*.py") and not wanted & reached_by(collection_path):
         return True
+
+
+def pytest_collection_modifyitems(config, items):
+    config.stash[COLLECTED] = [item.nodeid for item in items]

@@ -27,17 +27,12 @@ with suppress(ModuleNotFoundError):  # the gpu tests, and most others, do withou
     settings.load_profile("steady")
 
 
-COLLECTED = pytest.StashKey[list[str]]()  # the names of all tests, whichever of them run
-
-
 def pytest_make_parametrize_id(val, argname):
     """A test is named by no bytes: those of an archive hold the time at which it was made."""
     return argname if isinstance(val, bytes) else None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    config.stash[COLLECTED] = [item.nodeid for item in items]
+def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
     for item in items:

@@ -1,14 +1,15 @@
 """What pytest finds: the same tests in every process, and by `--of` those of a file."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import COLLECTED
 from tests.helpers.commands import ROOT
-from tests.helpers.imports import files_wanted, reached_by
+from tests.helpers.imports import COLLECTED, files_wanted, reached_by, why_not
 
 IN_2033 = "import time; time.time = lambda: 2e9; import pytest, sys; sys.exit(pytest.main())"
 
@@ -57,8 +58,17 @@ def test_of_runs_the_tests_that_import_a_file():
 
 @pytest.mark.parametrize(
     ("file", "message"),
-    [("minitrain/tensor.py", "no such file in "), ("README.md", "no test imports it")],
+    [
+        ("minitrain/tensor.py", f"no such file in {Path.cwd()}"),
+        ("README.md", "no test imports it"),
+    ],
+    ids=["typo", "text"],
 )
 def test_of_a_wrong_file_is_one_line(file, message):
-    with pytest.raises(pytest.UsageError, match=f"^--of {file}: {message}.*$"):
+    with pytest.raises(pytest.UsageError, match=f"^--of {re.escape(file)}: {message}$"):
         files_wanted([file])
+
+
+def test_the_users_of_what_no_test_imports_are_named():
+    users = why_not(ROOT / "minitrain/training/muon.py")
+    assert re.fullmatch("no test imports it, but .*minitrain/training/optim.py.*", users)

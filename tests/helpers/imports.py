@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
+COLLECTED = pytest.StashKey[list[str]]()  # the names of all tests, whichever of them run
 
 
 def files_wanted(names: list[str]) -> set[Path]:
@@ -16,9 +17,16 @@ def files_wanted(names: list[str]) -> set[Path]:
     tests = [*(ROOT / "tests").rglob("test_*.py")]
     for name, file in files.items():
         if not any(file in reached_by(test) for test in tests):
-            wrong = "no test imports it" if file.is_file() else f"no such file in {Path.cwd()}"
-            raise pytest.UsageError(f"--of {name}: {wrong}")
+            raise pytest.UsageError(f"--of {name}: {why_not(file)}")
     return set(files.values())
+
+
+def why_not(file: Path) -> str:
+    if not file.is_file():
+        return f"no such file in {Path.cwd()}"
+    package = (ROOT / "minitrain").rglob("*.py")
+    users = sorted(str(user.relative_to(ROOT)) for user in package if file in imported(user))
+    return f"no test imports it{', but ' if users else ''}{', '.join(users)}"
 
 
 def reached_by(test: Path) -> set[Path]:
