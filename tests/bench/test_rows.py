@@ -1,9 +1,6 @@
 """Every published row has one config, which says what the table says and can be laid out on the table's GPUs."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 from minitrain.bench.rows import CONFIGS, list_rows, published_rows, read_row
 from minitrain.errors import InputError
@@ -11,11 +8,8 @@ from minitrain.models.zoo import model_config
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import load
 from minitrain.training.build import make_model
+from tests.helpers.published import ROWS
 
-ROWS = {
-    row["id"]: row
-    for row in yaml.safe_load((Path(__file__).parents[1] / "published/tables.yaml").read_text())
-}
 REFERENCES = published_rows()
 CONFIG_OF = {reference["id"]: name for name, reference in REFERENCES.items()}
 FIGURES = ("tokens_per_sec_per_gpu", "tflops_per_gpu", "step_time_s", "gpus", "system")

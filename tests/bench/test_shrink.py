@@ -19,7 +19,7 @@ from minitrain.run.config.layout_checks import check_layout, stated_ranks
 from minitrain.run.config.load import from_dict, load
 from minitrain.settings import Config, Parallel
 from tests.helpers.commands import ROOT, command
-from tests.run.test_recipes import SHORT_ANSWER, STAND_INS
+from tests.helpers.recipes import SHORT_ANSWER, STAND_INS
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 ROW_405B = ROOT / "configs/nemo/h100/llama3.1-405b-pretrain-1024gpu.yaml"

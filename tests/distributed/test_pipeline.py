@@ -23,7 +23,6 @@ from minitrain.simulator.fake_world import dry_run, fake_world
 from minitrain.training.build import build_model, make_model
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling
-from tests.distributed.test_resharding import train
 from tests.helpers import oracle
 from tests.helpers.oracle import (
     Batches,
@@ -38,6 +37,7 @@ from tests.helpers.oracle import (
     snapshot,
     train_compiled,
 )
+from tests.helpers.resharding import train
 
 TWO_STAGES = {
     "Interleaved1F1B": 2,
