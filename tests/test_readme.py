@@ -35,6 +35,7 @@ WRITTEN = [  # by hand; results/simulated/README.md is generated
         "minitrain/parallel/README.md",
         "minitrain/training/README.md",
         "results/README.md",
+        "tests/README.md",
         "tests/faults/README.md",
     )
 ]
