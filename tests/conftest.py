@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.pool import Pool
+from tests.helpers.processes import end_started
 
 torch.set_num_threads(1)
 with suppress(ModuleNotFoundError):  # the gpu tests, and most others, do without it
@@ -25,6 +26,11 @@ with suppress(ModuleNotFoundError):  # the gpu tests, and most others, do withou
         "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("steady")
+
+
+def pytest_make_parametrize_id(val, argname):
+    """A test is named by no bytes: those of an archive hold the time at which it was made."""
+    return argname if isinstance(val, bytes) else None
 
 
 def pytest_collection_modifyitems(items):
@@ -47,6 +53,13 @@ def own_group():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def own_processes():
+    """A test leaves no process behind, failing or not."""
+    yield
+    end_started()
 
 
 @pytest.fixture(scope="session")

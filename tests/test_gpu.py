@@ -30,8 +30,7 @@ from minitrain.settings import Rollout
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import linear_cross_entropy
 from tests.helpers.families import families
-from tests.rollout.test_compiled import compiling_batch
-from tests.rollout.test_engine import make, prompts_of, trainer_logprobs, uncached
+from tests.helpers.sampling import compiling_batch, make, prompts_of, trainer_logprobs, uncached
 
 pytestmark = pytest.mark.gpu
 has_fp8 = pytest.mark.skipif(

@@ -21,7 +21,7 @@ from minitrain.bench.rows import published_rows
 from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config.load import load
 from tests.helpers.commands import ROOT, command
-from tests.run.test_recipes import SHORT_ANSWER, STAND_INS
+from tests.helpers.recipes import SHORT_ANSWER, STAND_INS
 from tests.test_house import ROOMS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,6 +37,7 @@ WRITTEN = [  # by hand; results/simulated/README.md is generated
         "minitrain/parallel/README.md",
         "minitrain/training/README.md",
         "results/README.md",
+        "tests/README.md",
         "tests/faults/README.md",
     )
 ]

@@ -1,9 +1,6 @@
 """Every published row has one config, which says what the table says and can be laid out on the table's GPUs."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 from minitrain.bench import rows
 from minitrain.bench.results import held_back, merge_results, read_results, summary
@@ -17,11 +14,8 @@ from minitrain.run.launch import cli
 from minitrain.simulator import simulate
 from minitrain.simulator.fake_world import trace_step
 from minitrain.training.build import make_model
+from tests.helpers.published import ROWS
 
-ROWS = {
-    row["id"]: row
-    for row in yaml.safe_load((Path(__file__).parents[1] / "published/tables.yaml").read_text())
-}
 REFERENCES = published_rows()
 CONFIG_OF = {reference["id"]: name for name, reference in REFERENCES.items()}
 FIGURES = ("tokens_per_sec_per_gpu", "tflops_per_gpu", "step_time_s", "gpus", "system")

@@ -19,7 +19,8 @@ from minitrain.run.config.layout_checks import check_layout, stated_ranks
 from minitrain.run.config.load import from_dict, load
 from minitrain.settings import Config, Parallel
 from tests.helpers.commands import ROOT, command
-from tests.run.test_recipes import SHORT_ANSWER, STAND_INS
+from tests.helpers.processes import popen
+from tests.helpers.recipes import SHORT_ANSWER, STAND_INS
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 ROW_405B = ROOT / "configs/nemo/h100/llama3.1-405b-pretrain-1024gpu.yaml"
@@ -252,9 +253,7 @@ def children(parent):
 )
 def test_a_dead_rank_ends_the_run():
     command = [sys.executable, "bench.py", "--shrink", "--steps", "100000"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    ) as process:
+    with popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         watchdog = threading.Timer(300, process.kill)
         watchdog.start()
         errors = b""

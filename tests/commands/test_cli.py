@@ -29,6 +29,7 @@ from minitrain.run.launch import cli
 from minitrain.run.launch.start import check_own_gpus, pick_device
 from minitrain.run.tasks import rows_task, train_model
 from tests.helpers.commands import ROOT, command, torchrun
+from tests.helpers.processes import popen
 
 TINY = {
     "model": {
@@ -292,7 +293,7 @@ def test_a_slow_reader_is_waited_for():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with (
-        subprocess.Popen([sys.executable, "-c", PRINTING], cwd=ROOT, stdout=writer) as process,
+        popen([sys.executable, "-c", PRINTING], cwd=ROOT, stdout=writer) as process,
         open(reader) as pipe,
     ):
         os.close(writer)

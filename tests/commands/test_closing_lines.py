@@ -11,16 +11,14 @@ from minitrain.__main__ import FILES, dispatch
 from minitrain.data.byte_tokenizer import ByteTokenizer
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
-from tests.data.test_encode_video import folder  # noqa: F401
+from tests.helpers.videos import write_pipeline
 
 CHAT = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
 NEXT = r"^next\b.*(minitrain|open)|\bopen it|makes a page of it"
 
 
 @pytest.mark.parametrize("videos", [False, True])
-def test_every_command_says_what_it_wrote_and_what_is_next(
-    request, tmp_path, monkeypatch, capsys, videos
-):
+def test_every_command_says_what_it_wrote_and_what_is_next(tmp_path, monkeypatch, capsys, videos):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     (tmp_path / "texts").mkdir()
@@ -98,7 +96,7 @@ def test_every_command_says_what_it_wrote_and_what_is_next(
         ),
     ]
     if videos:
-        encoders = str(request.getfixturevalue("folder"))
+        encoders = str(write_pipeline(tmp_path / "wan"))
         save_pretrained(
             Wan(model_config("wan2.1-1.3b-tiny", num_layers=1, in_channels=8, out_channels=8)),
             "shapes",

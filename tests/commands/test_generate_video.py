@@ -19,7 +19,7 @@ from minitrain.models.zoo import model_config
 from minitrain.rollout.flow_sampling import sigma_schedule
 from minitrain.run.launch import cli
 from minitrain.settings import Lora
-from tests.faults.test_damaged_checkpoints import files_up_to
+from tests.helpers.checkpoints import files_up_to
 
 
 def save_model(folder, **overrides) -> Wan:

@@ -10,7 +10,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import transformers.utils.chat_template_utils
 import trl
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -37,14 +36,13 @@ from minitrain.data.chat.chats import (
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
-from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.run.tasks import train_model
-from minitrain.settings import Lora
-from tests.distributed.test_grpo_layouts import TREE
+from tests.helpers.chats import save_with_adapter, tokenizer_with
 from tests.helpers.commands import command
+from tests.helpers.grpo import TREE
 
 LLAMA3 = TEMPLATES["llama3"]
 CHATML = TEMPLATES["chatml"]
@@ -101,28 +99,6 @@ def published(name: str) -> str:
     if not file.exists():
         pytest.skip(f"this version of TRL has no {file.name}")
     return file.read_text()
-
-
-def tokenizer_with(folder: Path, jinja: str | list, specials: list[str]):
-    """A byte tokenizer with more special tokens, and a template beside it; ours and transformers'."""
-    ByteTokenizer().save(folder)
-    tree = json.loads((folder / "tokenizer.json").read_text())
-    flags = {
-        key: value
-        for key, value in tree["added_tokens"][0].items()
-        if key not in ("id", "content")
-    }
-    tree["added_tokens"] += [
-        {"id": 258 + i, "content": token, **flags} for i, token in enumerate(specials)
-    ]
-    (folder / "tokenizer.json").write_text(json.dumps(tree))
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": {"content": "</s>", "__type": "AddedToken"},
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": jinja}))
-    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
 def specials_in(jinja: str) -> list[str]:
@@ -769,20 +745,6 @@ def test_a_template_is_found_wherever_transformers_keeps_it(tmp_path):
     )
     for folder in "abc":
         assert load_tokenizer(tmp_path / folder).chat_template == jinja
-
-
-def save_with_adapter(folder: Path, **fields) -> list[str]:
-    """A model in folder/model and adapters of zeros in folder/adapter; the words that say so on a command line."""
-    model, lora = (
-        Decoder(model_config("llama3-8b-tiny", vocab_size=320, **fields)),
-        Lora(rank=2, targets=["q_proj"]),
-    )
-    save_pretrained(model, folder / "model")
-    zeros = (
-        (name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items()
-    )
-    save_adapter(zeros, model.config, lora, folder / "adapter")
-    return ["--model", str(folder / "model"), "--adapter", str(folder / "adapter")]
 
 
 def test_adapters_are_asked_and_merged_in_the_template_that_they_were_tuned_in(tmp_path):

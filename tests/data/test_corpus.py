@@ -20,7 +20,7 @@ from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict
 from minitrain.settings import Data
-from tests.data.test_datasets import EOS, brute_force_rows, epoch_of, multiset, tokens_of
+from tests.helpers.datasets import EOS, brute_force_rows, epoch_of, multiset, tokens_of
 
 # ------------------------------------------------------------------------------------------------------------ Megatron
 

@@ -198,7 +198,6 @@ def test_what_precedes_damage_is_kept_where_that_is_asked_for(written, tmp_path)
         (gzip.compress(b'{"text": "a"}\n{"text": 5}'), ":2: 'text' must be text, not int"),
         (gzip.compress(b"\x89HDF" * 99), " is an HDF5 file"),
     ],
-    ids=repr,
 )
 def test_wrong_objects_are_named(tmp_path, content, message):
     (tmp_path / "a.json").write_bytes(content)

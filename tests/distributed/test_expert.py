@@ -34,11 +34,11 @@ from minitrain.run.launch.start import fill_weights, start
 from minitrain.simulator.fake_world import fake_world
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import Trainer
-from tests.distributed.test_resharding import TREE as TRAINED
-from tests.distributed.test_resharding import assert_equal, load, train
+from tests.helpers.experts import all_to_the_first, bias_after_a_step
 from tests.helpers.oracle import check_against_one_process, packed_batch
 from tests.helpers.oracle import train as train_to_trace
-from tests.models.test_moe import bias_after_a_step
+from tests.helpers.resharding import TREE as TRAINED
+from tests.helpers.resharding import assert_equal, load, train
 
 TREE = {
     "batch": {"global": 8, "micro": 2, "seq_len": 16},
@@ -89,13 +89,6 @@ def test_gradients_with_tensor_parallel(pool, tp, ep, recompute):
     model = {"name": "deepseek-v3-tiny", "num_layers": 2}
     tree = TREE | {"model": model, "parallel": {"ep": ep, "tp": tp}, "recompute": recompute}
     check_against_one_process(pool, 4, tree, batch=packed_batch, tolerance=1e-5)
-
-
-def all_to_the_first():
-    """Every token goes to experts 0, 1, ...: of four ranks with two experts each, three get no token."""
-    return mock.patch.object(
-        Router, "_select", lambda self, scores: torch.arange(self.top_k).expand(len(scores), -1)
-    )
 
 
 def train_with_idle_ranks(*args):

@@ -18,7 +18,7 @@ from minitrain.parallel.shards import full_tensor
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
 from minitrain.training.loop import Trainer
-from tests.distributed.test_expert import all_to_the_first
+from tests.helpers.experts import all_to_the_first
 from tests.helpers.oracle import (
     Count,
     check_against_one_process,

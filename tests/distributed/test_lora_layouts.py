@@ -12,7 +12,7 @@ from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import make_trainer, start
 from minitrain.settings import Lora
 from minitrain.training.build import build_model
-from tests.distributed.test_matrix import combine, ranks
+from tests.helpers.layouts import combine, ranks
 from tests.helpers.oracle import check_against_one_process, check_close, packed_batch, train
 
 LORA = {"lora": {"rank": 8, "alpha": 16.0}}

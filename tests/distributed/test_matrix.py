@@ -5,12 +5,12 @@ parameters on different meshes. A technique alone, its options and its errors ar
 """
 
 from itertools import combinations
-from math import prod
 
 import pytest
 import torch
 
 from minitrain.run.config.load import from_dict
+from tests.helpers.layouts import TECHNIQUES, TREE, combine, ranks
 from tests.helpers.oracle import (
     check_against_one_process,
     initial_weights,
@@ -18,29 +18,6 @@ from tests.helpers.oracle import (
     plain_step,
 )
 
-TREE = {
-    "model": {
-        "name": "llama3-8b-tiny",
-        "vocab_size": 128,
-        "num_layers": 2,
-        "initializer_range": 0.05,
-    },
-    "batch": {"global": 8, "micro": 2, "seq_len": 16},
-    "optim": {"name": "sgd", "lr": 0.1, "clip": 1.0},
-    "parallel": {"dp_shard": 1},
-}
-TECHNIQUES = {
-    "fsdp": {"parallel": {"dp_shard": 2}},
-    "hsdp": {"parallel": {"dp_replicate": 2}},
-    "tp": {"parallel": {"tp": 2}},
-    "cp": {"parallel": {"cp": 2, "context": "allgather"}},
-    "ulysses": {"parallel": {"cp": 2, "context": "ulysses"}},
-    "pp": {"parallel": {"pp": 2}},
-    "recompute": {"recompute": "full"},
-    "selective": {"recompute": "selective"},
-    "accumulation": {"batch": {"micro": 1}},
-    "tied": {"model": {"tie_word_embeddings": True}},
-}
 EXCLUSIVE = [{"cp", "ulysses"}, {"recompute", "selective"}]
 PAIRS = [pair for pair in combinations(TECHNIQUES, 2) if set(pair) not in EXCLUSIVE]
 MANY = [
@@ -50,21 +27,6 @@ MANY = [
     ("hsdp", "ulysses", "pp", "selective"),
     ("fsdp", "tp", "cp", "pp", "recompute", "tied"),
 ]
-
-
-def combine(*names):
-    """TREE with the settings of all these techniques."""
-    tree = {key: dict(value) for key, value in TREE.items()}
-    for name in names:
-        for key, value in TECHNIQUES[name].items():
-            tree[key] = tree[key] | value if isinstance(value, dict) else value
-    return tree
-
-
-def ranks(tree):
-    return prod(
-        tree["parallel"].get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
-    )
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" x ".join)

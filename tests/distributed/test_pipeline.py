@@ -28,7 +28,6 @@ from minitrain.simulator.replay import schedule_order
 from minitrain.training.build import build_model, make_model
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.objectives import LanguageModeling
-from tests.distributed.test_resharding import train
 from tests.helpers import oracle
 from tests.helpers.families import families, is_dense
 from tests.helpers.oracle import (
@@ -44,6 +43,7 @@ from tests.helpers.oracle import (
     snapshot,
     train_compiled,
 )
+from tests.helpers.resharding import train
 
 # stages of a rank: two where any number will do
 STAGES = {name: schedule.stages or 2 for name, schedule in SCHEDULES.items()}

@@ -25,7 +25,6 @@ from minitrain.run.launch.start import start
 from minitrain.training import loss as losses
 from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE, linear_cross_entropy
-from tests.distributed.test_resharding import train as train_from
 from tests.helpers import oracle
 from tests.helpers.families import families, is_dense, is_rotary
 from tests.helpers.oracle import (
@@ -40,7 +39,8 @@ from tests.helpers.oracle import (
     snapshot,
     train,
 )
-from tests.training.test_loss import materialised, one_graph
+from tests.helpers.resharding import train as train_from
+from tests.helpers.training import materialised, one_graph
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 124, "num_layers": 2, "initializer_range": 0.05}
 TREE = {

@@ -21,6 +21,7 @@ from minitrain.parallel.context import context_parallel
 from minitrain.parallel.fsdp import shard
 from minitrain.parallel.shards import full_tensor
 from minitrain.parallel.tensor_wan import RMSNormOverHeads, tensor_parallel_wan
+from tests.helpers.gradients import assert_same_gradients, relative
 
 CONFIG = WanConfig(
     num_attention_heads=4,
@@ -56,25 +57,6 @@ def inputs(
         torch.linspace(998.39, 20.5, batch),
         torch.randn(batch, 7, CONFIG.text_dim, generator=generator),
     )
-
-
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Each module's weight and bias as one vector: a bias that all keys share nearly cancels in the softmax, so the
-    gradient of it alone is mostly rounding."""
-    assert found.keys() == expected.keys()
-    modules: dict[str, list[str]] = {}
-    for name, gradient in expected.items():
-        assert gradient.norm() > 0, name
-        modules.setdefault(name.removesuffix(".weight").removesuffix(".bias"), []).append(name)
-    for module, names in modules.items():
-        one, other = (
-            torch.cat([side[name].flatten() for name in names]) for side in (found, expected)
-        )
-        assert relative(one, other) < 1e-5, module
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.double().norm()).item()
 
 
 def test_time_norms_and_rotations_stay_fp32_in_bf16():

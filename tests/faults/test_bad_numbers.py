@@ -32,48 +32,12 @@ from minitrain.run.tasks import train_model
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, is_finite
 from minitrain.training.objectives import LanguageModeling
-from tests.distributed.test_grpo_layouts import TREE as GRPO
-from tests.distributed.test_grpo_layouts import made_up_groups
+from tests.helpers.grpo import TREE as GRPO
+from tests.helpers.grpo import made_up_groups
+from tests.helpers.poison import POISONS, TINY, Poisoned, lines
 
-TINY = {
-    "model": {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258},
-    "batch": {"global": 4, "micro": 1, "seq_len": 16},
-    "steps": 6,
-    "device": "cpu",
-}
 MOE = {"model": {"name": "deepseek-v3-tiny", "num_layers": 2, "bias_update_speed": 0.1}}
 IN_BF16 = {"precision": "bf16-pure", "optim": {"states": "bf16", "stochastic_rounding": True}}
-
-
-class InfiniteGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * math.inf
-
-
-POISONS = {
-    "loss and gradient": lambda loss: loss * math.nan,
-    "gradient": InfiniteGradient.apply,
-    "loss": lambda loss: loss + math.inf,
-}
-
-
-class Poisoned:
-    """A trainer's objective that goes wrong on one rank alone, or on those that share its rows: the last ones."""
-
-    def __init__(self, trainer: Trainer, kind: str):
-        self.objective, self.kind = trainer.objective, kind
-        self.count, self.metrics = self.objective.count, self.objective.metrics
-        meshes = trainer.meshes.loss, trainer.meshes.pp
-        self.here = all(mesh.get_local_rank() == mesh.size() - 1 for mesh in meshes)
-
-    def loss(self, model, batch):
-        loss = self.objective.loss(model, batch)
-        return POISONS[self.kind](loss) if self.here else loss
 
 
 def everything(trainer: Trainer) -> list[Tensor]:
@@ -167,46 +131,6 @@ def poison_once(loss):
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
-
-
-def lines(folder) -> list[dict]:
-    """Read as strictly as JSON is: it has no NaN."""
-    return [
-        json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").open()
-    ]
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """run(poisoned, key=value...) trains on text, where the steps with these numbers go wrong; returns out_dir."""
-    (tmp_path / "text.txt").write_text("".join(f"line {i * i} of text\n" for i in range(100)))
-    update = Trainer.update
-    bad = set()
-
-    def update_or_poison(trainer, batches, step):
-        objective = trainer.objective
-        trainer.objective = (
-            Poisoned(trainer, "loss and gradient") if step + 1 in bad else objective
-        )
-        try:
-            return update(trainer, batches, step)
-        finally:
-            trainer.objective = objective
-
-    def run(poisoned, **changes):
-        bad.clear()
-        bad.update(poisoned)
-        data = {"kind": "text", "path": str(tmp_path / "text.txt")}
-        tree = (
-            TINY
-            | {"data": data, "out_dir": str(tmp_path / "out"), "checkpoint": {"every": 2}}
-            | changes
-        )
-        train_model.train(configs.from_dict(tree))
-        return tmp_path / "out"
-
-    monkeypatch.setattr(Trainer, "update", update_or_poison)
-    return run
 
 
 def test_skipped_steps_are_counted_and_told_with_their_batch(run, capsys):

@@ -37,7 +37,16 @@ from minitrain.run.checkpoint.checkpointer import Checkpointer, resume_point, sa
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.launch.lock import locked
 from minitrain.settings import Lora
-from tests.run.test_checkpoint import content, equal, load_newest, make, names, save_many, step
+from tests.helpers.checkpoints import (
+    content,
+    equal,
+    files_up_to,
+    load_newest,
+    make,
+    names,
+    save_many,
+    step,
+)
 
 PART, INDEX, DESCRIPTION = "__0_0.distcp", ".metadata", "extra.json"
 
@@ -376,17 +385,6 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(pool, tmp_path,
 
 
 # ----------------------------------------------------------------------------------------------------------- full disks
-
-
-@contextmanager
-def files_up_to(size):
-    """Writing more into one file fails, in this process."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def fill_disk(folder, asynchronous, size, width):

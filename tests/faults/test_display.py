@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.kill import CASES, TINY, Run
-from tests.helpers.pool import SERVER
+from tests.helpers.processes import fork
 
 
 def train_unseen(file: Path, end: str, environment: dict[str, str]) -> None:
@@ -37,8 +37,7 @@ def train_unseen(file: Path, end: str, environment: dict[str, str]) -> None:
 def test_a_run_that_nobody_watches_goes_on_to_its_end(tmp_path, end):
     """Its numbers and checkpoints are in files."""
     run = Run(CASES["one process"], tmp_path / "run")
-    process = SERVER.Process(target=train_unseen, args=(run.file, end, dict(os.environ)))
-    process.start()
+    process = fork(train_unseen, run.file, end, dict(os.environ))
     process.join(120)
     assert process.exitcode == 0 and len(run.numbers()) == TINY["steps"]
     assert (run.out / "model.safetensors").exists()

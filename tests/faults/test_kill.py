@@ -5,7 +5,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 
 from tests.helpers.commands import ROOT
 from tests.helpers.kill import CASES, TINY, Case, Run, share, torment
-from tests.helpers.processes import LIMIT, Ranks
+from tests.helpers.processes import LIMIT, Ranks, popen
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -171,7 +170,7 @@ def test_torchrun_restarts_by_itself_after_the_death_of_a_rank(tmp_path):
         "3",
     ]
     with run.log.open("w") as log:
-        torchrun = subprocess.Popen(
+        torchrun = popen(
             [sys.executable, *command, script, "--config", run.file],
             cwd=ROOT,
             stderr=log,

@@ -14,6 +14,7 @@ from minitrain.run.config.load import from_dict
 from minitrain.run.launch import lock
 from minitrain.run.launch.lock import locked
 from minitrain.run.tasks.train_model import train
+from tests.helpers.processes import popen
 
 PROGRAM = """
 import sys
@@ -30,13 +31,9 @@ def another(tmp_path):
     """A process that has locked tmp_path."""
     words = [sys.executable, "-c", PROGRAM, tmp_path]
     root = Path(__file__).parents[2]
-    process = subprocess.Popen(
-        words, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = popen(words, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "in\n"
-    yield process
-    process.kill()
-    process.communicate()
+    return process
 
 
 def test_a_second_run_is_kept_out(another, tmp_path, monkeypatch, capsys):

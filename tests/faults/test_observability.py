@@ -48,8 +48,8 @@ from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients
-from tests.distributed.test_grpo_layouts import TREE as GRPO
-from tests.faults.test_bad_numbers import TINY, lines, run  # noqa: F401
+from tests.helpers.grpo import TREE as GRPO
+from tests.helpers.poison import TINY, lines
 from tests.helpers.processes import LIMIT, Ranks
 
 # ---------------------------------------------------------------------------------------------------- ranks that differ
@@ -153,7 +153,7 @@ def test_digests_see_size_ends_and_all_of_small_files(tmp_path, size):
     assert file_digest(file) != zeros
 
 
-def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys, monkeypatch):
     run([], steps=2)
     text = tmp_path / "text.txt"
     before = text.read_text()
@@ -182,7 +182,7 @@ def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys,
     )
 
 
-def test_a_run_that_begins_anew_takes_whatever_data_there_is(run, tmp_path, capsys):  # noqa: F811
+def test_a_run_that_begins_anew_takes_whatever_data_there_is(run, tmp_path, capsys):
     """As after an end before the first checkpoint."""
     shutil.rmtree(run([], steps=2) / "checkpoints")
     (tmp_path / "text.txt").write_text("other lines of text\n" * 100)
@@ -191,7 +191,7 @@ def test_a_run_that_begins_anew_takes_whatever_data_there_is(run, tmp_path, caps
     )
 
 
-def test_a_run_whose_folder_was_renamed_continues(run, tmp_path, capsys):  # noqa: F811
+def test_a_run_whose_folder_was_renamed_continues(run, tmp_path, capsys):
     run([], steps=2).rename(tmp_path / "renamed")
     run([], steps=2, out_dir=str(tmp_path / "renamed"))
     assert "continues" not in capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_other_data_on_purpose(setting):
     assert fingerprint.data_change(before, now) is None
 
 
-def test_nor_with_a_tokenizer_that_has(run, tmp_path):  # noqa: F811
+def test_nor_with_a_tokenizer_that_has(run, tmp_path):
     ByteTokenizer().save(tmp_path / "bytes")
     data = {
         "kind": "text",
@@ -240,7 +240,7 @@ def test_nor_with_a_tokenizer_that_has(run, tmp_path):  # noqa: F811
     run([], steps=4, data=data | {"tokenizer": "bytes"})  # on purpose
 
 
-def test_a_run_whose_fingerprint_lacks_the_tokenizer_goes_on(run, tmp_path):  # noqa: F811
+def test_a_run_whose_fingerprint_lacks_the_tokenizer_goes_on(run, tmp_path):
     """As earlier versions wrote it."""
     ByteTokenizer().save(tmp_path / "bytes")
     data = {
@@ -257,7 +257,7 @@ def test_a_run_whose_fingerprint_lacks_the_tokenizer_goes_on(run, tmp_path):  # 
     run([], steps=4, data=data)
 
 
-def test_a_run_that_continues_says_with_which_other_settings(run, capsys):  # noqa: F811
+def test_a_run_that_continues_says_with_which_other_settings(run, capsys):
     run([], steps=2)
     note, warning = (
         "note: the run continues with other settings than before: ",
@@ -305,7 +305,7 @@ def test_settings_that_choose_rows(kind, change, chosen):
     assert note.startswith("note") and bool(warning) == chosen
 
 
-def test_a_fingerprint_edited_by_hand_is_none(run):  # noqa: F811
+def test_a_fingerprint_edited_by_hand_is_none(run):
     (run([], steps=2) / "fingerprint.json").write_text('{"settings": 1, "files": [2], "code": 3}')
     assert len(lines(run([], steps=3))) == 3
 
@@ -556,7 +556,7 @@ def test_a_checkpoint_is_there_only_with_the_numbers_of_the_steps_before_it(
     ],
     ids=["blank", "mark", "less", "others", "hostile", "step", "encoding", "cut", "empty"],
 )
-def test_numbers_edited_by_hand(run, capsys, change, kept, told):  # noqa: F811
+def test_numbers_edited_by_hand(run, capsys, change, kept, told):
     file = run([], steps=2) / "metrics.jsonl"
     before = lines(file.parent)
     file.write_bytes(change(file.read_bytes()))
@@ -573,7 +573,7 @@ def test_numbers_edited_by_hand(run, capsys, change, kept, told):  # noqa: F811
 
 
 @pytest.mark.parametrize("steps", [[2, 3], [6, 6]])
-def test_the_trace_has_the_steps_asked_for(run, steps):  # noqa: F811
+def test_the_trace_has_the_steps_asked_for(run, steps):
     out = run([], profile={"steps": steps})
     events = json.loads((out / "profile/rank-0.json").read_text())["traceEvents"]
     assert (
@@ -583,7 +583,7 @@ def test_the_trace_has_the_steps_asked_for(run, steps):  # noqa: F811
     assert [path.name for path in (out / "profile").iterdir()] == ["rank-0.json"]
 
 
-def test_traces_of_ranks_that_are_no_more_go_with_the_next_recording(run):  # noqa: F811
+def test_traces_of_ranks_that_are_no_more_go_with_the_next_recording(run):
     out = run([], profile={"steps": [2, 2]})
     for rank in (1, 2, 3):
         (out / f"profile/rank-{rank}.json").write_text("of a run on four ranks")
@@ -610,7 +610,7 @@ def test_a_policy_is_recorded_and_watched_too(tmp_path):
     assert any("attention" in name for name in names)
 
 
-def test_memory_is_recorded_on_gpus_only(run):  # noqa: F811
+def test_memory_is_recorded_on_gpus_only(run):
     with pytest.raises(
         InputError, match="^profile.memory=true records the memory of a GPU, and this"
     ):
@@ -665,7 +665,7 @@ def test_a_failure_leaves_what_was_recorded(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_memory_snapshot(run, tmp_path, monkeypatch):  # noqa: F811
+def test_a_memory_snapshot(run, tmp_path, monkeypatch):
     """Also where addr2line is missing, as in slim images."""
     (tmp_path / "addr2line").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "addr2line").chmod(0o755)
@@ -674,7 +674,7 @@ def test_a_memory_snapshot(run, tmp_path, monkeypatch):  # noqa: F811
     assert (out / "profile/memory-rank-0.pickle").stat().st_size > 10_000
 
 
-def test_tensorboard_gets_all_numbers_in_groups_and_config_and_pictures(run, monkeypatch):  # noqa: F811
+def test_tensorboard_gets_all_numbers_in_groups_and_config_and_pictures(run, monkeypatch):
     shown, told, texts, images = [], [], [], []
 
     class Writer:
@@ -738,7 +738,7 @@ def note_numbers(numbers: dict) -> None:
         raise OSError("no network")
 
 
-def test_a_logger_of_ones_own_gets_each_steps_numbers_and_ends_no_run(run, capsys):  # noqa: F811
+def test_a_logger_of_ones_own_gets_each_steps_numbers_and_ends_no_run(run, capsys):
     out = run([], metrics={"logger": "tests.faults.test_observability:note_numbers"})
     steps = [json.loads(json.dumps(numbers)) for numbers in noted]
     assert steps == lines(out)[:3] and len(lines(out)) == 6
@@ -757,11 +757,11 @@ def test_a_logger_of_ones_own_gets_each_steps_numbers_and_ends_no_run(run, capsy
     [
         ("print", "metrics.logger='print' is not package.module:function"),
         ("no.such:log", "metrics.logger='no.such:log' cannot be imported: "),
-        ("tests.faults.test_observability:run", r"metrics.logger=.* must take \(numbers\): "),
+        ("tests.helpers.grpo:oddness", r"metrics.logger=.* must take \(numbers\): "),
         ("tests.faults.test_observability:noted", "metrics.logger=.* is a list, not a function"),
     ],
 )
-def test_a_logger_that_is_none(run, name, problem):  # noqa: F811
+def test_a_logger_that_is_none(run, name, problem):
     with pytest.raises(InputError, match=f"^{problem}"):
         run([], metrics={"logger": name})
 

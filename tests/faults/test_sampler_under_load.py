@@ -19,8 +19,7 @@ import torch
 from minitrain import Sampler, SamplingParams
 from minitrain.errors import InputError
 from minitrain.settings import Rollout
-from tests.rollout.test_engine import make, prompts_of, uncached
-from tests.rollout.test_pages import check_books
+from tests.helpers.sampling import check_books, make, prompts_of, uncached
 
 SMALL = Rollout(slots=5, page_size=4, pages=14, chunk=7)
 LONGEST = 12  # tokens of a sample

@@ -17,8 +17,7 @@ import pytest
 import yaml
 
 from tests.helpers.kill import CASES, TINY, Case, Run
-from tests.helpers.pool import SERVER
-from tests.helpers.processes import LIMIT, start_server
+from tests.helpers.processes import LIMIT, fork, start_server
 
 LONG = Case(1, TINY | {"steps": 100_000, "checkpoint": {"every": 0}})
 
@@ -36,7 +35,6 @@ def train_on_terminal(
         os.dup2(descriptor, number)
         setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     os.close(descriptor)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     import torch
@@ -59,8 +57,7 @@ class OnTerminal:
         )  # for the progress bar
         self.seen = ""
         arguments = (file, os.ttyname(terminal), list(ignored), dict(os.environ))
-        self.process = SERVER.Process(target=train_on_terminal, args=arguments)
-        self.process.start()
+        self.process = fork(train_on_terminal, *arguments)
         self.keep = terminal  # until the run has it open: else it would have gone at once
 
     def wait_for(self, pattern: str) -> None:

@@ -17,7 +17,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.run.tasks import train_model
-from tests.data.test_chat_templates import save_with_adapter, tokenizer_with
+from tests.helpers.chats import save_with_adapter, tokenizer_with
 from tests.helpers.hf_models import (
     CONFIGS,
     HYBRID_CONFIGS,

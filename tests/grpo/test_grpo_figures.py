@@ -8,7 +8,7 @@ from minitrain.bench.measure_policy import measure_policy, published_lengths
 from minitrain.bench.rows import load_row
 from minitrain.run.config import load as configs
 from minitrain.run.monitor.flops import clean, flops_per_token, lora_weights, policy_flops
-from tests.distributed.test_grpo_layouts import TREE
+from tests.helpers.grpo import TREE
 
 ROW = Path(__file__).parents[2] / "configs" / "rl" / "llama3.1-8b-grpo-16gpu-onpolicy.yaml"
 

@@ -29,7 +29,7 @@ from minitrain.run.tasks.grpo_task import Run
 from minitrain.settings import Parallel
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
-from tests.distributed.test_grpo_layouts import TREE, made_up_groups
+from tests.helpers.grpo import TREE, made_up_groups
 from tests.helpers.oracle import check_close, snapshot
 
 PLAIN = TREE | {

@@ -37,7 +37,7 @@ from minitrain.run.launch.start import start
 from minitrain.run.tasks import grpo_task as loop
 from minitrain.run.tasks.grpo_task import Run
 from minitrain.run.tasks.rollout_files import read_rollouts, write_rollouts
-from tests.distributed.test_grpo_layouts import TREE, made_up_groups
+from tests.helpers.grpo import TREE, made_up_groups
 
 
 def problems_of(tmp_path, lines, positions=512, validation=0.0, **grpo):

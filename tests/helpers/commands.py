@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from minitrain.run.monitor import hardware
-from tests.helpers.pool import SERVER
+from tests.helpers.processes import fork, popen
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,10 +22,7 @@ def command(*words, timeout: float = 300, **environment: str) -> subprocess.Comp
     words = [str(word) for word in words]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = SERVER.Process(
-            target=become, args=(words, outputs, dict(os.environ) | environment)
-        )
-        process.start()
+        process = fork(become, words, outputs, dict(os.environ) | environment)
         process.join(timeout)
         if process.is_alive():
             process.kill()
@@ -63,6 +60,14 @@ def torchrun(ranks: int, *words) -> subprocess.CompletedProcess:
         str(ranks),
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*launcher, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True
+    words = [*launcher, *map(str, words)]
+    process = popen(
+        words,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
+    output = process.communicate()
+    return subprocess.CompletedProcess(words, process.returncode, *output)

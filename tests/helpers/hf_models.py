@@ -287,3 +287,25 @@ def refused(call, *parts):
     assert "\n" not in message
     for part in parts:
         assert str(part) in message, message
+
+
+def in_our_layout(name, gradient, gpt_oss):
+    """transformers stacks experts too, GPT-OSS's transposed, of all others gate rows first, then up rows."""
+    name = name.replace(".router.", ".gate.")
+    if gpt_oss and name.endswith(("gate_up_proj", "down_proj")):
+        gradient = gradient.transpose(1, 2)
+    if not gpt_oss and "gate_up_proj" in name:
+        gradient = torch.stack(gradient.chunk(2, dim=1), dim=2).flatten(1, 2)
+    return name, gradient
+
+
+def assert_same(found, expected, ours, theirs):
+    """The logits, and every gradient."""
+    compare_and_differentiate(found, expected)
+    gpt_oss = theirs.config.model_type == "gpt_oss"
+    expected = dict(in_our_layout(name, p.grad, gpt_oss) for name, p in theirs.named_parameters())
+    found = {name: p.grad for name, p in ours.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm(), name

@@ -39,7 +39,7 @@ GRPO = {
         "lag": 1,
         "kl": 0.1,
         "importance": "truncate",
-        "reward": "tests.distributed.test_grpo_layouts:oddness",
+        "reward": "tests.helpers.grpo:oddness",
     },
     "rollout": {"max_tokens": 8},
     "checkpoint": {"every": 1},

@@ -43,7 +43,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "tests.helpers.oracle",
-        "tests.distributed.test_grpo_layouts",
+        "tests.helpers.grpo",
         "minitrain.train",
         "minitrain.commands.bench",
         # what that imports once it knows its mode

@@ -1,25 +1,74 @@
-"""Ranks as processes of their own, which a test may kill: forks of the pool's server."""
+"""Processes that a test starts: they have a shell's signals, and end with the test, if not before.
+
+Among them ranks that a test may kill; most are forks of the pool's server.
+"""
 
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.helpers.pool import SERVER
 
-LIMIT = (
-    120  # seconds in which the ranks that are left must have ended: only against waiting for ever
-)
+# seconds in which the ranks that are left must have ended: only against waiting for ever
+LIMIT = 120
+STARTED = []  # by the test that runs now
 
 
 def start_server() -> None:
     """From then on processes start within milliseconds."""
-    first = SERVER.Process(target=os.getpid)
-    first.start()
-    first.join()
+    fork(os.getpid).join()
+
+
+def fork(function: Callable, *args: Any, daemon: bool = False):
+    """Call `function(*args)` in a process forked from the server; returns the multiprocessing.Process."""
+    process = SERVER.Process(target=call, args=(function, args), daemon=daemon)
+    process.start()
+    STARTED.append(process)
+    return process
+
+
+def call(function: Callable, args: tuple) -> None:
+    default_signals()
+    function(*args)
+
+
+def popen(words: list, **options: Any) -> subprocess.Popen:
+    """Start a program."""
+    process = subprocess.Popen(words, preexec_fn=default_signals, **options)
+    STARTED.append(process)
+    return process
+
+
+def default_signals() -> None:
+    """Heed signals that nohup, or a shell that starts tests in the background, has let this process ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def end_started() -> None:
+    """End what the test has left running, after a moment in which torchrun may end its ranks."""
+    while STARTED:
+        process = STARTED.pop()
+        if isinstance(process, subprocess.Popen):
+            end_program(process)
+        else:
+            process.kill()
+            process.join()
+
+
+def end_program(program: subprocess.Popen) -> None:
+    with program:  # which closes its pipes
+        program.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            program.wait(10)
+        program.kill()
 
 
 def reserved_port() -> socket.socket:
@@ -71,15 +120,9 @@ class Ranks:
         )
         port = self.port.getsockname()[1]
         self.processes = [
-            SERVER.Process(
-                target=rank_main,
-                args=(function, args, rank, world, port, log, watched),
-                daemon=True,
-            )
+            fork(rank_main, function, args, rank, world, port, log, watched, daemon=True)
             for rank, watched in enumerate(self.watched)
         ]
-        for process in self.processes:
-            process.start()
 
     def wait(self, seconds: float) -> bool:
         """Have all ended within so many seconds?"""

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from minitrain.data.text.text_rows import open_data
 from minitrain.errors import InputError
 from minitrain.models import grouped_mm as grouped
 from minitrain.models import router as routing
@@ -24,14 +23,11 @@ from minitrain.models.moe import Experts, MoE, dispatch
 from minitrain.models.router import Router, update_selection_bias
 from minitrain.models.zoo import model_config
 from minitrain.parallel.recompute import recompute
-from minitrain.run.config import load as configs
-from minitrain.run.launch.start import start
 from minitrain.settings import Lora, Optim
 from minitrain.training.build import initialize
-from minitrain.training.loop import Trainer
 from minitrain.training.loss import IGNORE
 from minitrain.training.optim import make_optimizer
-from minitrain.training.packing import rows
+from tests.helpers.experts import bias_after_a_step
 from tests.helpers.oracle import Results, check_against_one_process, ragged_batch
 
 HIDDEN, WIDTH = 16, 24
@@ -452,43 +448,6 @@ def test_a_training_step_moves_the_selection_bias(pool):
     assert (bias != 0).any()
     for bias, _ in two:
         assert torch.equal(bias, expected)
-
-
-def bias_after_a_step(tree):
-    """The bias of the only router, and what it should be by the choices that one process makes for the whole batch."""
-    config = configs.from_dict(tree)
-    trainer = Trainer(config, start(config))
-    whole, chosen = Decoder(config.model.config), []
-    initialize(whole, config.seed)
-    whole.model.layers["1"].mlp.gate.register_forward_hook(
-        lambda router, inputs, output: chosen.append(output[0])
-    )
-    batch = rows(Padded(config), range(8))
-    whole(batch["tokens"], document_ids=batch["document_ids"])
-    load = (
-        chosen[0][(batch["document_ids"] == 0).flatten()].flatten().bincount(minlength=16).float()
-    )
-    trainer.step(Padded(config), 0)
-    bias = trainer.model.model.layers["1"].mlp.gate.e_score_correction_bias
-    return bias.clone(), 0.01 * torch.sign(load.mean() - load)
-
-
-class Padded:
-    """Mock data, of whose row n the last n tokens are padding."""
-
-    def __init__(self, config):
-        self.data, _ = open_data(
-            config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
-        )
-
-    def row(self, n):
-        row, place = self.data.row(n), torch.arange(self.data.seq_len)
-        real = place < self.data.seq_len - n
-        return {
-            "tokens": torch.where(real, row["tokens"], 0),
-            "labels": torch.where(real, row["labels"], IGNORE),
-            "document_ids": torch.where(real, 0, -1),
-        }
 
 
 def padded_batch(config, step):

@@ -15,7 +15,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
 from tests.helpers.hf_models import edit_json, refused
-from tests.parity.test_wan import CONFIGS, diffusers_twin
+from tests.helpers.wan import CONFIGS, diffusers_twin
 
 SHARDED = 20_000  # bytes: a handful of files
 

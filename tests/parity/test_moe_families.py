@@ -13,8 +13,7 @@ from minitrain.formats.hf import read_config
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import attention_factor, rotary_frequencies
 from minitrain.models.router import Router
-from tests.helpers.hf_models import MOE_CONFIGS, build, random_tokens, reload
-from tests.parity.test_decoder import assert_same
+from tests.helpers.hf_models import MOE_CONFIGS, assert_same, build, random_tokens, reload
 
 
 # Each value of the oracle's config must matter, or the tests above would not see it wrong.

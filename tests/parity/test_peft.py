@@ -31,6 +31,7 @@ from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.run.tasks.train_model import train
 from minitrain.settings import TARGETS, Lora
+from tests.helpers import wan
 from tests.helpers.hf_models import (
     build,
     compare_and_differentiate,
@@ -38,7 +39,6 @@ from tests.helpers.hf_models import (
     random_tokens,
     reload,
 )
-from tests.parity import test_wan
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -160,21 +160,21 @@ def test_experts_of_another_rank(family, tmp_path):
 
 
 def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
-    base, ours = test_wan.pair("i2v")
+    base, ours = wan.pair("i2v")
     targets = ["to_q", "attn2.add_v_proj", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
     theirs = get_peft_model(base, LoraConfig(r=4, lora_alpha=6, target_modules=targets)).eval()
     randomize(p for p in theirs.parameters() if p.requires_grad)
     theirs.save_pretrained(tmp_path / "theirs")
     load_adapter(ours, tmp_path / "theirs")
-    given = test_wan.inputs(test_wan.CONFIGS["i2v"])
-    expected, found = test_wan.run_diffusers(theirs, **given), ours(**given)
+    given = wan.inputs(wan.CONFIGS["i2v"])
+    expected, found = wan.run_diffusers(theirs, **given), ours(**given)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     cotangent = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
     found.backward(cotangent)
     expected.backward(cotangent)
     compare_gradients(ours, theirs, tmp_path / "theirs", 1e-4)
     adapted = ours(**given)
-    test_wan.pair("i2v")[0].save_pretrained(tmp_path / "base")
+    wan.pair("i2v")[0].save_pretrained(tmp_path / "base")
     words = {
         "--model": tmp_path / "base",
         "--adapter": tmp_path / "theirs",
@@ -189,7 +189,7 @@ def test_wan_adapters_are_those_of_peft_on_diffusers(tmp_path):
 @pytest.mark.parametrize("kind", ["t2v", "i2v"])
 def test_wan_adapters_are_loaded_by_pipelines_of_diffusers(kind, tmp_path):
     """By `load_lora_weights`, from the folder, at full strength: alpha is twice the rank."""
-    theirs, ours = test_wan.pair(kind)
+    theirs, ours = wan.pair(kind)
     lora = Lora(
         rank=4, alpha=8, targets=[*TARGETS, *["add_k_proj", "add_v_proj"] * (kind == "i2v")]
     )
@@ -199,9 +199,9 @@ def test_wan_adapters_are_loaded_by_pipelines_of_diffusers(kind, tmp_path):
     save_adapter(adapters.items(), ours.config, lora, tmp_path)
     pipeline = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs)
     pipeline.load_lora_weights(tmp_path)
-    given = test_wan.inputs(test_wan.CONFIGS[kind])
+    given = wan.inputs(wan.CONFIGS[kind])
     torch.testing.assert_close(
-        ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0
+        ours(**given), wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0
     )
 
 
@@ -245,7 +245,7 @@ def spelt_elsewhere(tensors: dict, spelling: str, alpha: float | None) -> dict:
 )
 def test_wan_adapters_of_other_programs_are_read_as_by_diffusers(spelling, alpha, kind, tmp_path):
     """One file without adapter_config.json: what `load_lora_weights` makes of it, with a scale of alpha / rank or 1."""
-    theirs, ours = test_wan.pair(kind)
+    theirs, ours = wan.pair(kind)
     lora = Lora(rank=4, targets=[*TARGETS, *["add_k_proj", "add_v_proj"] * (kind == "i2v")])
     shapes = adapter_shapes(ours.config, lora)
     adapters = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -257,10 +257,10 @@ def test_wan_adapters_of_other_programs_are_read_as_by_diffusers(spelling, alpha
     file = tmp_path / "pytorch_lora_weights.safetensors"
     save_file(tensors, file)
     pipeline = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), theirs)
-    given = test_wan.inputs(test_wan.CONFIGS[kind])
-    before = test_wan.run_diffusers(theirs, **given)
+    given = wan.inputs(wan.CONFIGS[kind])
+    before = wan.run_diffusers(theirs, **given)
     pipeline.load_lora_weights(tmp_path)
-    expected = test_wan.run_diffusers(theirs, **given)
+    expected = wan.run_diffusers(theirs, **given)
     assert (expected - before).abs().max() > 0.1
     settings = read_adapter_config(tmp_path)
     assert (settings.rank, settings.alpha) == (4, alpha or 4)
@@ -271,7 +271,7 @@ def test_wan_adapters_of_other_programs_are_read_as_by_diffusers(spelling, alpha
 @pytest.mark.parametrize("told", ["by diffusers", "by finetrainers", "by diffusion-pipe"])
 def test_settings_of_wan_adapters_that_are_told_are_heeded(told, tmp_path):
     """In the file's header, or in PEFT's own file beside ComfyUI's names."""
-    theirs, ours = test_wan.pair("t2v")
+    theirs, ours = wan.pair("t2v")
     targets = ["to_q", "blocks.1.attn1.to_out.0", "ffn.net.0.proj"]
     adapted = get_peft_model(theirs, LoraConfig(r=4, lora_alpha=6, target_modules=targets)).eval()
     randomize(p for p in adapted.parameters() if p.requires_grad)
@@ -303,15 +303,15 @@ def test_settings_of_wan_adapters_that_are_told_are_heeded(told, tmp_path):
     load_adapter(
         ours, tmp_path if told != "by diffusion-pipe" else tmp_path / "adapter_model.safetensors"
     )
-    given = test_wan.inputs(test_wan.CONFIGS["t2v"])
+    given = wan.inputs(wan.CONFIGS["t2v"])
     torch.testing.assert_close(
-        ours(**given), test_wan.run_diffusers(adapted, **given), atol=1e-4, rtol=0
+        ours(**given), wan.run_diffusers(adapted, **given), atol=1e-4, rtol=0
     )
 
 
 def test_ranks_of_wan_adapters_may_differ(tmp_path):
     """As in those that were extracted from a tuned model. Without alphas the scale of each is 1."""
-    theirs, ours = test_wan.pair("t2v")
+    theirs, ours = wan.pair("t2v")
     dims, random = {"attn1.to_q": 3, "ffn.net.2": 5}, torch.Generator().manual_seed(0)
     tensors = {}
     for linear, rank in dims.items():
@@ -324,9 +324,9 @@ def test_ranks_of_wan_adapters_may_differ(tmp_path):
         tensors
     )
     load_adapter(ours, tmp_path / "any name.safetensors")
-    given = test_wan.inputs(test_wan.CONFIGS["t2v"])
+    given = wan.inputs(wan.CONFIGS["t2v"])
     torch.testing.assert_close(
-        ours(**given), test_wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0
+        ours(**given), wan.run_diffusers(theirs, **given), atol=1e-4, rtol=0
     )
 
 
@@ -344,7 +344,7 @@ def test_further_names_of_wan_adapters(name):
 
 
 def test_wan_adapters_of_other_programs_that_cannot_be_loaded(tmp_path):
-    ours, file = test_wan.pair("t2v")[1], tmp_path / "one.safetensors"
+    ours, file = wan.pair("t2v")[1], tmp_path / "one.safetensors"
     width = ours.config.dim
     pair = {
         "diffusion_model.blocks.0.self_attn.q.lora_down.weight": torch.ones(4, width),
@@ -403,7 +403,7 @@ def test_wan_adapters_of_other_programs_that_cannot_be_loaded(tmp_path):
 
 def test_usual_targets_of_wan_are_the_same_linears_for_peft(tmp_path):
     """Not those of the image's embedder, which are called net.0.proj and net.2, too."""
-    theirs, ours = test_wan.pair("i2v")
+    theirs, ours = wan.pair("i2v")
     add_adapters(ours, Lora())
     adapters = {name: p for name, p in ours.named_parameters() if is_adapter(name)}
     save_adapter(adapters.items(), ours.config, Lora(), tmp_path)

@@ -14,38 +14,20 @@ from minitrain.parallel.recompute import recompute
 from minitrain.rollout import compiled, engine, weights
 from minitrain.rollout import cpu as cpu_attention
 from minitrain.rollout.batch import DecodingBatch
-from minitrain.rollout.steps import PromptStep
 from minitrain.settings import Lora, Rollout
-from tests.rollout.test_engine import make, prompts_of, trainer_logprobs, uncached
+from tests.helpers.sampling import (
+    Counter,
+    as_on_cuda,
+    compiling_batch,
+    kinds_of_layers,
+    make,
+    prompts_of,
+    trainer_logprobs,
+    uncached,
+)
 
 SETTINGS = Rollout(slots=4, page_size=4, pages=100)
 NEW = 5
-
-
-class Counter:
-    """A backend of the compiler that runs graphs as they are."""
-
-    def __init__(self):
-        self.graphs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        return graph.forward
-
-
-def compiling_batch(*args) -> DecodingBatch:
-    batch = DecodingBatch(*args)
-    batch.compiles = True
-    return batch
-
-
-def as_on_cuda(layer):
-    kind = (
-        compiled.PromptCache
-        if layer and isinstance(layer.caches.step, PromptStep)
-        else compiled.OpaqueCache
-    )
-    return layer and kind(layer)
 
 
 @pytest.fixture(params=["CUDA", "CPU"])
@@ -68,12 +50,6 @@ def sampler_graphs(request, monkeypatch):
         yield counter
     compiled.compiled_forward.cache_clear()
     torch.compiler.reset()
-
-
-def kinds_of_layers(config) -> int:
-    return len(
-        {(config.parts(layer), config.windowed(layer)) for layer in range(config.num_layers)}
-    )
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minitrain import Sampler, SamplingParams, generate, save_pretrained
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
-from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.rollout import caches, capacity, weights
+from minitrain.rollout import caches, capacity
 from minitrain.rollout import cpu as cpu_attention
 from minitrain.rollout.caches import MambaCache
 from minitrain.rollout.scheduler import Scheduler
@@ -25,6 +24,9 @@ from minitrain.settings import Rollout
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from tests.helpers.families import families
+from tests.helpers.sampling import NEW, make, prompts_of, trainer_logprobs, uncached
+
+pytestmark = pytest.mark.usefixtures("pack_everything")
 
 # the other models have another rotary scaling, router or width of experts
 FAMILIES = [name.removesuffix("-tiny") for name in families()]
@@ -34,54 +36,10 @@ SETTINGS = {
     "together, prompts shared": Rollout(slots=16, page_size=4, pages=200, steps=3),
     "interrupted, prompts in pieces": Rollout(slots=5, page_size=4, pages=12, chunk=7),
 }
-PROMPT_LENGTHS = (1, 6, 21, 21)
-NEW = 10
-
-
-@pytest.fixture(autouse=True)
-def pack_everything(monkeypatch):
-    """Tiny matrices are multiplied as large ones are."""
-    monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 0)
-
-
-def make(name: str, seed: int = 0, **fields) -> Decoder:
-    """A tiny twin with no parameter at a value that would hide it, with logits that are not all alike, and without an
-    end of its own, so that samples have the lengths that tests ask for."""
-    torch.manual_seed(seed)
-    model = Decoder(
-        model_config(f"{name}-tiny", **{"eos_token_id": None} | fields)
-    ).requires_grad_(False)
-    for key, parameter in model.named_parameters():
-        scale = (
-            key.endswith(("norm.weight", "norm1.weight")) and model.config.norm != "layernorm1p"
-        )
-        parameter.normal_(float(scale), 0.3 if scale else 0.08)
-    return model
-
-
-def prompts_of(lengths=PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(512, (length,), generator=generator).tolist() for length in lengths]
 
 
 def pages_of(sampler: Sampler) -> int:
     return capacity.page_count(sampler.model, sampler.settings, sampler.slots, sampler.longest)
-
-
-@torch.no_grad()
-def uncached(model: Decoder, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-@torch.no_grad()
-def trainer_logprobs(
-    model: Decoder, prompt: list[int], tokens: list[int], temperature: float = 1.0
-) -> torch.Tensor:
-    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -8,6 +8,7 @@ from minitrain.errors import InputError
 from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample, Scheduler
+from tests.helpers.sampling import check_books
 
 
 class Pool:
@@ -33,26 +34,6 @@ class Pool:
 
     def copy(self, source, target):
         self.held[target] = list(self.held[source])
-
-
-def check_books(pages: Pages, owned: list[list[int]]):
-    """Every page is unused, idle or owned, and its count is that of its owners."""
-    counts = [0] * pages.count
-    for each in owned:
-        for page in each:
-            counts[page] += 1
-    assert pages.ref_count == counts
-    states = sorted(
-        [
-            *pages.free_list,
-            *pages.evictable,
-            *(page for page in range(pages.count) if counts[page]),
-        ]
-    )
-    assert states == list(range(pages.count))
-    assert sorted(pages.page_of.values()) == sorted(pages.prefix_of) and set(
-        pages.evictable
-    ) <= set(pages.prefix_of)
 
 
 def random_schedule(seed: int) -> None:

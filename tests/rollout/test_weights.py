@@ -18,7 +18,9 @@ from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
 from minitrain.settings import Lora, Rollout
 from minitrain.training.build import build_model
-from tests.rollout.test_engine import NEW, make, pack_everything, prompts_of, uncached  # noqa: F401
+from tests.helpers.sampling import NEW, make, prompts_of, uncached
+
+pytestmark = pytest.mark.usefixtures("pack_everything")
 
 
 @pytest.fixture

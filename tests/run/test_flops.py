@@ -26,8 +26,8 @@ from minitrain.run.monitor.flops import (
 )
 from minitrain.settings import TARGETS
 from minitrain.training.build import initialize
-from tests.bench.test_rows import ROWS
 from tests.helpers.oracle import count_flops
+from tests.helpers.published import ROWS
 
 DENSE = [
     name

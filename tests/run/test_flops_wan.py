@@ -12,9 +12,9 @@ from minitrain.models.zoo import model_config
 from minitrain.run.config.load import load
 from minitrain.run.monitor.flops import forward_parts, training_flops
 from minitrain.settings import Lora
-from tests.bench.test_rows import ROWS
 from tests.helpers.commands import ROOT
 from tests.helpers.oracle import count_flops
+from tests.helpers.published import ROWS
 
 
 @pytest.mark.parametrize("patch", [(1, 2, 2), (2, 1, 2)])

@@ -18,7 +18,7 @@ from minitrain.run.monitor.hardware import (
     peak_flops,
     peak_memory_bytes,
 )
-from tests.bench.test_rows import ROWS
+from tests.helpers.published import ROWS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -20,6 +20,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from tests.helpers.commands import ROOT
+from tests.helpers.recipes import SHORT_ANSWER
 
 FOLDER = ROOT / "configs/train"
 CHAT = {"messages": [{"role": "user", "content": "1+%d?"}, {"role": "assistant", "content": "2"}]}
@@ -69,21 +70,6 @@ RECIPES = {
         "rollout.compile=false",
     ],
     "wan-lora": ["batch.micro=2", "batch.seq_len=16"],
-}
-SHORT_ANSWER = "def reward(response, answer, row):\n    return float(answer in response) - len(response) / 1000\n"
-# settings with which a recipe is valid at full size, without its download
-STAND_INS = {
-    "sft-chats": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
-    "lora-8b-24gb": ["model=llama3.1-8b", "data.tokenizer=bytes"],
-    "dpo": ["model=llama3.1-8b", "data.tokenizer=bytes"],
-    "full-8b-8gpu": ["model=llama3.1-8b", "data.tokenizer=bytes"],
-    "pretrain-tokens": ["data.tokenizer=bytes"],
-    "pretrain-mixed": ["data.tokenizer=bytes"],
-    "pretrain-muon": ["data.tokenizer=bytes"],
-    "continued-pretraining": ["model=llama3.1-8b", "data.tokenizer=bytes"],
-    "grpo-gsm8k": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
-    "grpo-own-reward": ["model=llama3.1-8b", "data.tokenizer=bytes"],
-    "wan-lora": ["model=wan2.1-1.3b"],
 }
 ADAPTERS = {"dpo", "lora-8b-24gb", "grpo-own-reward", "wan-lora"}
 

@@ -14,7 +14,7 @@ from minitrain.simulator.simulate import Simulation, launch_seconds, time_traces
 from minitrain.simulator.simulate_policy import Stack, policy_figures
 from minitrain.simulator.timeline import load_system, play
 from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace
-from tests.simulator.test_simulate_policy import policy
+from tests.helpers.simulator import policy
 
 SYSTEM = replace(load_system("dgx-h100"), launch=0.0, latency=0.0, step=0.0, memory=2.9e12)
 CAUSAL = replace(SYSTEM.attention["causal"], start=0)

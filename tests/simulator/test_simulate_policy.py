@@ -25,7 +25,7 @@ from minitrain.simulator.simulate_policy import (
     refit_seconds,
     training_config,
 )
-from tests.simulator.test_timeline import SECOND
+from tests.helpers.simulator import POLICY, SECOND, policy
 
 READS = Reads(shared=1000, expert=100, token=0.5, heads=8)  # in each of 4 layers
 
@@ -249,24 +249,6 @@ def test_what_a_published_stack_pays_for():
     tensors = len(weights) - len(experts) + 8 * len(experts)
     assert refit_seconds(config, SECOND, stack) == 2 * size + tensors + 10 + 12 * size / 16
     assert refit_seconds(apart, SECOND, stack) == 2 * size
-
-
-POLICY = {
-    "model": "llama3-8b-tiny",
-    "task": "grpo",
-    "data": {"kind": "mock"},
-    "precision": "bf16",
-    "batch": {"global": 4, "micro": 1, "seq_len": 64},
-    "parallel": {"dp_shard": 8},
-    "grpo": {"prompts": 4, "group": 2, "reward": "math", "mock_digits": 7},
-    "rollout": {"max_tokens": 12, "tp": 2},
-}
-
-
-def policy(rollout=(), grpo=(), **changes):
-    """Two updates of four responses of 12 tokens to prompts of 8, on 8 GPUs in pairs."""
-    sections = {"rollout": POLICY["rollout"] | dict(rollout), "grpo": POLICY["grpo"] | dict(grpo)}
-    return from_dict(POLICY | sections | changes)
 
 
 AT_ONCE = POLICY["batch"] | {"global": 8}

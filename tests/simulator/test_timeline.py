@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,39 +11,10 @@ import pytest
 from minitrain.bench.rows import constants, published_rows
 from minitrain.errors import InputError
 from minitrain.simulator import timeline
-from minitrain.simulator.timeline import Attention, System, load_system, play
+from minitrain.simulator.timeline import System, load_system, play
 from minitrain.simulator.trace import Event, Trace
+from tests.helpers.simulator import SECOND
 
-# A byte, or a FLOP, takes a second, on wires half; nothing else costs anything
-PLAIN = Attention(forward=1, backward=0.5, narrow=0.25, start=0)
-SECOND = System(
-    name="second",
-    bf16=1,
-    fp8=2,
-    memory=1,
-    launch=0,
-    beside=0.27,
-    grouped_beside=0.5,
-    grouped_launch=0,
-    dispatch=0,
-    dispatch_network=0.5,
-    expert_layer=0,
-    local_expert=0,
-    unfused=1,
-    attention={"full": PLAIN, "causal": PLAIN, "flex": replace(PLAIN, start=100)},
-    nvlink=2,
-    domain=8,
-    network=0.5,
-    host_link=50e9,
-    latency=0,
-    far_latency=0,
-    gemm_tiles=1,
-    step=0,
-    capacity=100,
-    decode_weights=1,
-    decode_caches=1,
-    decode_step=0,
-)
 RESULTS = Path(__file__).parents[2] / "results"
 GROUPS = {
     "shards": (["dp_shard"], [0, 1]),

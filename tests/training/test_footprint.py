@@ -17,7 +17,7 @@ from minitrain.run.launch.start import start
 from minitrain.training import build, footprint
 from minitrain.training.loop import Trainer
 from tests.helpers.commands import command
-from tests.training.test_optim import BYTES
+from tests.helpers.training import BYTES
 
 BATCH = {"global": 4, "micro": 1, "seq_len": 8}
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from minitrain.training.loop import Trainer, is_due, set_token_counts, to_device
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.packing import rows
-from tests.training.test_diffusion import ROOT
+from tests.helpers.commands import ROOT
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 128},

@@ -4,12 +4,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from minitrain.training import log_probs, loss
 from minitrain.training.log_probs import linear_log_probs
 from minitrain.training.loss import IGNORE, linear_cross_entropy
 from tests.helpers.oracle import Results
+from tests.helpers.training import materialised, one_graph
 
 
 def problem(tokens=37, dim=16, vocab=29, dtype=torch.float64):
@@ -19,11 +19,6 @@ def problem(tokens=37, dim=16, vocab=29, dtype=torch.float64):
     labels = torch.randint(vocab, (1, tokens))
     labels[0, ::5] = IGNORE
     return hidden, weight, labels
-
-
-def materialised(hidden, weight, labels):
-    logits = (hidden @ weight.T).flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
@@ -124,11 +119,6 @@ def test_bf16_logits_are_computed_with_in_fp32(name):
             gradients, (of_logits @ weight.float(), of_logits.T @ hidden[0].float()), strict=True
         ):
             assert (mine - right).norm() < 2**-8 * right.norm()
-
-
-def one_graph(function, weight):
-    """In place of `fused`, on CPU."""
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 def values_and_gradients(function, hidden, weight, labels):

@@ -20,6 +20,7 @@ from minitrain.training import adamw
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
 from tests.helpers.oracle import check_close, snapshot
+from tests.helpers.training import BYTES
 
 
 @pytest.mark.parametrize(
@@ -395,17 +396,6 @@ def test_a_run_may_go_on_with_states_of_another_type(pool, tmp_path, first, seco
     (results,) = pool.run(1, resume_with, Optim(states=first), Optim(states=second), tmp_path)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     assert results == [(dtypes[first], 1), (dtypes[second], 2)]
-
-
-# precision, optim.states: bytes per parameter of weights, gradients, states; as configs/train/README.md has them
-BYTES = [
-    ("fp32", "fp32", (4, 4, 8)),
-    ("fp32", "bf16", (4, 4, 4)),
-    ("bf16", "fp32", (4, 4, 8)),
-    ("bf16", "bf16", (4, 4, 4)),
-    ("bf16-pure", "fp32", (2, 2, 8)),
-    ("bf16-pure", "bf16", (2, 2, 4)),
-]
 
 
 def bytes_of_a_step(precision, states):

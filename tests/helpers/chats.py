@@ -1,0 +1,50 @@
+"""Tokenizers with chat templates, and models to talk to."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from minitrain import save_pretrained
+from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
+from minitrain.formats.peft import adapter_shapes, save_adapter
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
+from minitrain.settings import Lora
+
+
+def tokenizer_with(folder: Path, jinja: str | list, specials: list[str]):
+    """A byte tokenizer with more special tokens, and a template beside it; ours and transformers'."""
+    ByteTokenizer().save(folder)
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    flags = {
+        key: value
+        for key, value in tree["added_tokens"][0].items()
+        if key not in ("id", "content")
+    }
+    tree["added_tokens"] += [
+        {"id": 258 + i, "content": token, **flags} for i, token in enumerate(specials)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "__type": "AddedToken"},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": jinja}))
+    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def save_with_adapter(folder: Path, **fields) -> list[str]:
+    """A model in folder/model and adapters of zeros in folder/adapter; the words that say so on a command line."""
+    model, lora = (
+        Decoder(model_config("llama3-8b-tiny", vocab_size=320, **fields)),
+        Lora(rank=2, targets=["q_proj"]),
+    )
+    save_pretrained(model, folder / "model")
+    zeros = (
+        (name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items()
+    )
+    save_adapter(zeros, model.config, lora, folder / "adapter")
+    return ["--model", str(folder / "model"), "--adapter", str(folder / "adapter")]

@@ -1,0 +1,23 @@
+"""How far gradients are from those of another implementation."""
+
+import torch
+from torch import Tensor
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Each module's weight and bias as one vector: a bias that all keys share nearly cancels in the softmax, so the
+    gradient of it alone is mostly rounding."""
+    assert found.keys() == expected.keys()
+    modules: dict[str, list[str]] = {}
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        modules.setdefault(name.removesuffix(".weight").removesuffix(".bias"), []).append(name)
+    for module, names in modules.items():
+        one, other = (
+            torch.cat([side[name].flatten() for name in names]) for side in (found, expected)
+        )
+        assert relative(one, other) < 1e-5, module
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.double().norm()).item()

@@ -1,0 +1,71 @@
+"""Which files a test reaches: read from their text, without importing them."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests" / "helpers"
+COLLECTED = pytest.StashKey[list[str]]()  # the names of all tests, whichever of them run
+
+
+def files_wanted(names: list[str]) -> set[Path]:
+    """Return the files of so many `--of`, after a look that each is imported by a test."""
+    files = {name: Path(name).resolve() for name in names}
+    tests = [*(ROOT / "tests").rglob("test_*.py")]
+    for name, file in files.items():
+        if not any(file in reached_by(test) for test in tests):
+            raise pytest.UsageError(f"--of {name}: {why_not(file)}")
+    return set(files.values())
+
+
+def why_not(file: Path) -> str:
+    if not file.is_file():
+        return f"no such file in {Path.cwd()}"
+    package = (ROOT / "minitrain").rglob("*.py")
+    users = sorted(str(user.relative_to(ROOT)) for user in package if file in imported(user))
+    return f"no test imports it{', but ' if users else ''}{', '.join(users)}"
+
+
+def reached_by(test: Path) -> set[Path]:
+    """Return a test's file, the files that it imports, and those that the helpers among them import."""
+    reached, waiting = set(), [test]
+    while waiting:
+        file = waiting.pop()
+        if file not in reached and (file == test or HELPERS in file.parents):
+            waiting += imported(file)
+        reached.add(file)
+    return reached
+
+
+@cache
+def imported(file: Path) -> set[Path]:
+    """Return the project's files that `file` imports, at its top or inside functions.
+
+    A public name, as in `from minitrain import Sampler`, stands for the file that defines it.
+    """
+    paths = {Path(*public_names().get(name, name).split(".")) for name in names_in(file)}
+    files = {
+        ROOT / file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py")
+    }
+    return {file for file in files if file.is_file()}
+
+
+def names_in(file: Path) -> set[str]:
+    """Return the dotted names of what `file` imports: modules, and what it takes from each."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+@cache
+def public_names() -> dict[str, str]:
+    """Return the module behind each name that the package's `__init__` imports."""
+    names = names_in(ROOT / "minitrain" / "__init__.py")
+    return {f"minitrain.{name.rpartition('.')[2]}": name.rpartition(".")[0] for name in names}

@@ -1,0 +1,101 @@
+"""Tiny models to sample from, and what they must say: computed without caches, pages or graphs."""
+
+import torch
+
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
+from minitrain.rollout import compiled
+from minitrain.rollout.batch import DecodingBatch
+from minitrain.rollout.pages import Pages
+from minitrain.rollout.steps import PromptStep
+
+PROMPT_LENGTHS = (1, 6, 21, 21)
+NEW = 10
+
+
+def make(name: str, seed: int = 0, **fields) -> Decoder:
+    """A tiny twin with no parameter at a value that would hide it, with logits that are not all alike, and without an
+    end of its own, so that samples have the lengths that tests ask for."""
+    torch.manual_seed(seed)
+    model = Decoder(
+        model_config(f"{name}-tiny", **{"eos_token_id": None} | fields)
+    ).requires_grad_(False)
+    for key, parameter in model.named_parameters():
+        scale = (
+            key.endswith(("norm.weight", "norm1.weight")) and model.config.norm != "layernorm1p"
+        )
+        parameter.normal_(float(scale), 0.3 if scale else 0.08)
+    return model
+
+
+def prompts_of(lengths=PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(512, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def uncached(model: Decoder, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def trainer_logprobs(
+    model: Decoder, prompt: list[int], tokens: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    logits = model(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def check_books(pages: Pages, owned: list[list[int]]):
+    """Every page is unused, idle or owned, and its count is that of its owners."""
+    counts = [0] * pages.count
+    for each in owned:
+        for page in each:
+            counts[page] += 1
+    assert pages.ref_count == counts
+    states = sorted(
+        [
+            *pages.free_list,
+            *pages.evictable,
+            *(page for page in range(pages.count) if counts[page]),
+        ]
+    )
+    assert states == list(range(pages.count))
+    assert sorted(pages.page_of.values()) == sorted(pages.prefix_of) and set(
+        pages.evictable
+    ) <= set(pages.prefix_of)
+
+
+class Counter:
+    """A backend of the compiler that runs graphs as they are."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+def compiling_batch(*args) -> DecodingBatch:
+    batch = DecodingBatch(*args)
+    batch.compiles = True
+    return batch
+
+
+def as_on_cuda(layer):
+    kind = (
+        compiled.PromptCache
+        if layer and isinstance(layer.caches.step, PromptStep)
+        else compiled.OpaqueCache
+    )
+    return layer and kind(layer)
+
+
+def kinds_of_layers(config) -> int:
+    return len(
+        {(config.parts(layer), config.windowed(layer)) for layer in range(config.num_layers)}
+    )

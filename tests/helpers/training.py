@@ -1,0 +1,26 @@
+"""What tests of a training step share: bytes of optimizer states, and losses computed the plain way."""
+
+import torch
+import torch.nn.functional as F
+
+from minitrain.training.loss import IGNORE
+
+# precision, optim.states: bytes per parameter of weights, gradients, states; as configs/train/README.md has them
+BYTES = [
+    ("fp32", "fp32", (4, 4, 8)),
+    ("fp32", "bf16", (4, 4, 4)),
+    ("bf16", "fp32", (4, 4, 8)),
+    ("bf16", "bf16", (4, 4, 4)),
+    ("bf16-pure", "fp32", (2, 2, 8)),
+    ("bf16-pure", "bf16", (2, 2, 4)),
+]
+
+
+def materialised(hidden, weight, labels):
+    logits = (hidden @ weight.T).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def one_graph(function, weight):
+    """In place of `fused`, on CPU."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -1,0 +1,11 @@
+"""Tiny matrices as large ones."""
+
+import pytest
+
+from minitrain.rollout import weights
+
+
+@pytest.fixture
+def pack_everything(monkeypatch):
+    """Tiny matrices are multiplied as large ones are."""
+    monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 0)
