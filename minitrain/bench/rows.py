@@ -14,12 +14,14 @@ from minitrain.run.launch.cli import CONFIGS
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 # folders of configs, in the order of the tables
 TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm")
+ONE_GPU = "one-gpu"  # a folder of configs, of what was published for single GPUs elsewhere
 SOURCES = {  # of published tables, by how their titles begin
     "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
     "NeMo Framework 25.04": "https://docs.nvidia.com/nemo-framework/user-guide/latest/performance/archive/"
     "25.04-performance-summary.html",
     "NeMo RL": "https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html",
     "NeMo DFM": "https://github.com/NVIDIA-NeMo/DFM",
+    "Surogate": "https://github.com/invergent-ai/surogate/blob/main/docs/reference/benchmarks.md",
 }
 
 # figures, one of which is compared
@@ -33,6 +35,7 @@ REFERENCE = {  # kinds of what a config's `reference` may say
     **dict.fromkeys(("gpus", "generation_tp", "responses"), int),
     **dict.fromkeys(("changed", "ours"), list[str]),
     "recipe": dict,
+    "others": dict,  # slower published runs of the same work: tokens/s by whose they are
 }
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
 # sections of systems.yaml with what a recipe may name
@@ -45,11 +48,11 @@ def constants(section: str) -> Any:
     return yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))[section]
 
 
-def row_trees() -> dict[str, dict]:
+def row_trees(folders: tuple[str, ...] = TABLES) -> dict[str, dict]:
     """Return what every row's config says, by the row's name: its file under configs/, without the
     ending.
     """
-    files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
+    files = [file for folder in folders for file in sorted((CONFIGS / folder).glob("*.yaml"))]
     return {str(file.relative_to(CONFIGS).with_suffix("")): read_row(file) for file in files}
 
 
@@ -100,6 +103,27 @@ def typed(values: dict, kinds: dict[str, Any], prefix: str) -> dict:
 def published_rows() -> dict[str, dict]:
     """Return `reference` of every row's config, by the row's name."""
     return {name: tree["reference"] for name, tree in row_trees().items()}
+
+
+def one_gpu_rows() -> dict[str, dict]:
+    """Return `reference` of every row that a single GPU repeats, those of the tables first."""
+    rows = published_rows() | {n: tree["reference"] for n, tree in row_trees((ONE_GPU,)).items()}
+    return {name: reference for name, reference in rows.items() if reference["gpus"] == 1}
+
+
+def list_one_gpu() -> str:
+    """Return the rows of single GPUs as a Markdown table."""
+    rows = one_gpu_rows()
+    figures = list(rows.values())
+    others = [row.get("others", {}).items() for row in figures]
+    columns = {
+        "row on one GPU": list(rows),
+        "system": [row["system"].removeprefix("DGX-") for row in figures],
+        "tokens/s": column(figures, "tokens_per_sec_per_gpu", ",.6g"),
+        "of": [next(filter(row["source"].startswith, SOURCES)) for row in figures],
+        "others": [", ".join(f"{name} {rate:,}" for name, rate in each) for each in others],
+    }
+    return f"{markdown(columns)}\n\n{len(rows)} rows of one GPU"
 
 
 def list_rows() -> str:

@@ -23,7 +23,7 @@ Any setting can follow as key=value, such as batch.micro=1 model.num_layers=2.
 from pathlib import Path
 
 from minitrain.bench.page import write_report
-from minitrain.bench.rows import list_rows
+from minitrain.bench.rows import list_one_gpu, list_rows
 from minitrain.run.launch import cli
 from minitrain.simulator import tracers
 
@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     if options.list:
-        print(list_rows())
+        print(list_rows(), list_one_gpu(), sep="\n\n")
     elif options.report is not None:
         write_report([*sorted(map(str, RESULTS.rglob("*.jsonl"))), *options.report], options.out)
     else:
