@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from minitrain.bench.measure import load_row
 from minitrain.bench.measure_sampling import make_prompts, sample
 from minitrain.bench.proxy import make_proxy
+from minitrain.commands.bench import load_row
 from minitrain.data.datasets import open_dataset
 from minitrain.rollout.engine import Sampler
 from minitrain.run.launch.start import meshes_of
