@@ -28,6 +28,7 @@ SOURCES = {  # of published tables, by how their titles begin
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 REFERENCE = {  # kinds of what a config's `reference` may say
     **dict.fromkeys(("source", "system", "convention", "known_error", "differs", "layout"), str),
+    "others": str,  # tokens/s of slower published runs of the same work
     **dict.fromkeys(
         (*FIGURES, *(f"corrected_{name}" for name in FIGURES), "step_time_s", "mean_response"),
         float,
@@ -35,7 +36,6 @@ REFERENCE = {  # kinds of what a config's `reference` may say
     **dict.fromkeys(("gpus", "generation_tp", "responses"), int),
     **dict.fromkeys(("changed", "ours"), list[str]),
     "recipe": dict,
-    "others": dict,  # slower published runs of the same work: tokens/s by whose they are
 }
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}  # see recipe.py
 # sections of systems.yaml with what a recipe may name
@@ -115,13 +115,11 @@ def list_one_gpu() -> str:
     """Return the rows of single GPUs as a Markdown table."""
     rows = one_gpu_rows()
     figures = list(rows.values())
-    others = [row.get("others", {}).items() for row in figures]
     columns = {
         "row on one GPU": list(rows),
-        "system": [row["system"].removeprefix("DGX-") for row in figures],
         "tokens/s": column(figures, "tokens_per_sec_per_gpu", ",.6g"),
         "of": [next(filter(row["source"].startswith, SOURCES)) for row in figures],
-        "others": [", ".join(f"{name} {rate:,}" for name, rate in each) for each in others],
+        "others": [row.get("others", "") for row in figures],
     }
     return f"{markdown(columns)}\n\n{len(rows)} rows of one GPU"
 
