@@ -166,17 +166,11 @@ def sdpa(batch: int, heads: int, kv_heads: int, length: int, width: int, causal:
     )
 
 
-def flex(
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    length: int,
-    width: int,
-    window: int = 0,
-    sinks=False,
-    **options,
-):
-    """FlexAttention with a causal mask, or one of a window; FLOPs are those of the pairs that the mask allows."""
+def masked_flex(length: int, window: int = 0, sinks: Tensor | None = None, **options):
+    """Return causal attention by FlexAttention, or one of a window, as a function of q, k and v.
+
+    sinks: a logit of each head that the softmax has besides those of keys.
+    """
 
     def allows(row, head, query, key):
         return (key <= query) & (key > query - window) if window else key <= query
@@ -184,22 +178,40 @@ def flex(
     blocks = create_block_mask(allows, None, None, length, length)
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def attend(q, k, v):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = compiled(
             q,
             k,
             v,
             block_mask=blocks,
-            enable_gqa=heads != kv_heads,
+            enable_gqa=q.shape[1] != k.shape[1],
             kernel_options=options or None,
-            return_aux=AuxRequest(lse=True) if sinks else None,
+            return_aux=None if sinks is None else AuxRequest(lse=True),
         )
-        return (
-            result[0] * torch.sigmoid(result[1].lse)[..., None].to(q.dtype) if sinks else result
-        )
+        if sinks is None:
+            return result
+        out, aux = result
+        return out * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(q.dtype)
 
+    return attend
+
+
+def flex(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    width: int,
+    window: int = 0,
+    sinks: bool = False,
+    **options,
+):
+    """FlexAttention; FLOPs are those of the pairs that the mask allows."""
+    of_heads = torch.zeros(heads, device=DEVICE) if sinks else None
+    attend = masked_flex(length, window, of_heads, **options)
     pairs = length * window - window**2 / 2 if window else length**2 / 2
-    name = f"flex {f'window {window}' if window else 'causal'}{', sinks' * sinks}{f' {options}' if options else ''}"
+    mask = f"window {window}" if window else "causal"
+    name = f"flex {mask}{', sinks' * sinks}{f' {options}' if options else ''}"
     flops = 4 * batch * heads * pairs * width
     yield from forward_and_backward(
         name, attend, heads_of(batch, heads, kv_heads, length, width), flops

@@ -17,6 +17,8 @@ from minitrain.settings import Config
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 # folders of configs, in the order of the tables; the last is for rows of one's own, see `is_published`
 TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm", "own")
+# a folder of configs, of what was published for single GPUs elsewhere
+ONE_GPU = "one-gpu"
 # of published tables, by how their titles begin
 SOURCES = {
     "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
@@ -24,6 +26,7 @@ SOURCES = {
     "25.04-performance-summary.html",
     "NeMo RL": "https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html",
     "NeMo DFM": "https://github.com/NVIDIA-NeMo/DFM",
+    "Surogate": "https://github.com/invergent-ai/surogate/blob/main/docs/reference/benchmarks.md",
 }
 
 # figures, one of which is compared
@@ -31,6 +34,8 @@ FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/
 # kinds of what a config's `reference` may say
 REFERENCE = {
     **dict.fromkeys(("source", "system", "convention", "known_error", "differs", "layout"), str),
+    # tokens/s of slower published runs of the same work
+    "others": str,
     **dict.fromkeys(
         (*FIGURES, *(f"corrected_{name}" for name in FIGURES), "step_time_s", "mean_response"),
         float,
@@ -57,12 +62,12 @@ def constants(section: str) -> Any:
     return yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))[section]
 
 
-def row_trees() -> dict[str, dict]:
+def row_trees(folders: tuple[str, ...] = TABLES) -> dict[str, dict]:
     """Return what every row's config says, by the row's name.
 
     That is its file under configs/, without the ending.
     """
-    files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
+    files = [file for folder in folders for file in sorted((CONFIGS / folder).glob("*.yaml"))]
     return {str(file.relative_to(CONFIGS).with_suffix("")): read_row(file) for file in files}
 
 
@@ -124,6 +129,25 @@ def published_rows(own: bool = False) -> dict[str, dict]:
 def is_published(name: str) -> bool:
     """Return False for a row of one's own, in whatever folder: it is compared, but never counted."""
     return name in constants("fitted_on") or name in constants("held_back")
+
+
+def one_gpu_rows() -> dict[str, dict]:
+    """Return `reference` of every row that a single GPU repeats, those of the tables first."""
+    rows = published_rows() | {n: tree["reference"] for n, tree in row_trees((ONE_GPU,)).items()}
+    return {name: reference for name, reference in rows.items() if reference["gpus"] == 1}
+
+
+def list_one_gpu() -> str:
+    """Return the rows of single GPUs as a Markdown table."""
+    rows = one_gpu_rows()
+    figures = list(rows.values())
+    columns = {
+        "row on one GPU": list(rows),
+        "tokens/s": column(figures, "tokens_per_sec_per_gpu", ",.6g"),
+        "of": [next(filter(row["source"].startswith, SOURCES)) for row in figures],
+        "others": [row.get("others", "") for row in figures],
+    }
+    return f"{markdown(columns)}\n\n{len(rows)} rows of one GPU"
 
 
 def list_rows() -> str:

@@ -4,7 +4,14 @@ import pytest
 
 from minitrain.bench import rows
 from minitrain.bench.results import held_back, merge_results, read_results, summary
-from minitrain.bench.rows import CONFIGS, list_rows, published_rows, read_row
+from minitrain.bench.rows import (
+    CONFIGS,
+    list_one_gpu,
+    list_rows,
+    one_gpu_rows,
+    published_rows,
+    read_row,
+)
 from minitrain.commands import bench
 from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
@@ -94,6 +101,49 @@ def test_the_list_has_them_all_in_a_terminals_width():
         _, cell, system, gpus, *_ = (cell.strip() for cell in row.split("|"))
         assert cell == (f"{name} *" if marked else name) and (f"\n* {name}: " in notes) == marked
         assert reference["system"] == f"DGX-{system}" and gpus == str(reference["gpus"])
+
+
+PUBLISHED = Path(__file__).parents[1] / "published"
+SINGLE = yaml.safe_load((PUBLISHED / "one_gpu.yaml").read_text())
+
+
+@pytest.mark.parametrize("model", SINGLE)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_rows_of_one_gpu_are_as_published(model, precision):
+    row, name = SINGLE[model], f"one-gpu/{model}-lora-{precision}"
+    config, reference = load(CONFIGS / f"{name}.yaml"), one_gpu_rows()[name]
+    shape = config.model.config
+    sizes = shape.hidden_size, shape.intermediate_size, shape.num_layers
+    assert [*sizes, shape.num_attention_heads] == row["model"]
+    assert shape.tie_word_embeddings == (shape.num_layers == 28 or shape.hidden_size == 2560)
+    assert (shape.family, shape.num_key_value_heads, shape.head_dim) == ("qwen3", 8, 128)
+    assert (config.task, config.lora.rank, config.lora.alpha) == ("lora", 16, 32)
+    assert (config.batch.global_, config.batch.seq_len) == (8, 2048)
+    # 80 GB hold one row of the largest in FP8
+    assert config.batch.micro == (1 if name == "one-gpu/qwen3-14b-lora-fp8" else 2)
+    assert (config.precision == "fp8") == (precision == "fp8")
+    assert reference["tokens_per_sec_per_gpu"] == row[precision]
+    other = f"Unsloth {row['unsloth_bf16']:,}" if precision == "bf16" else None
+    assert reference.get("others") == other
+    check_layout(config, reference["gpus"])
+
+
+def test_rows_of_one_gpu_are_listed_apart():
+    rows = one_gpu_rows()
+    assert len(rows) == len(list((CONFIGS / "one-gpu").glob("*.yaml"))) + 2
+    text = list_one_gpu()
+    assert max(map(len, text.splitlines())) <= 100
+    for name, reference in rows.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| {name} "))
+        assert f" {reference['tokens_per_sec_per_gpu']:,.6g} " in line
+
+
+def test_report_of_one_gpu_has_every_row():
+    text = (CONFIGS.parents[0] / "results/one-gpu.md").read_text(encoding="utf-8")
+    for name, reference in one_gpu_rows().items():
+        line = next(line for line in text.splitlines() if f"[{name}]" in line)
+        assert f"| {reference['tokens_per_sec_per_gpu']:,.0f} |" in line
+        assert f"| {reference.get('others', '').removeprefix('Unsloth ')} |" in line
 
 
 ROW = "{batch: {global: 8, micro: 1, seq_len: 64}, parallel: {tp: 2}, reference: {source: x, system: y, gpus: 2, %s}}"

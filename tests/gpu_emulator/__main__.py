@@ -1,13 +1,10 @@
-"""python -m tests.gpu_emulator CONFIG [--proxy N] [--generate] [key=value ...]: see README.md."""
+"""python -m tests.gpu_emulator CONFIG [--proxy N] [--ranks N] [--generate] [key=value ...]: see README.md."""
 
 import argparse
-import dataclasses
 import os
 import re
-import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 HOME = Path(os.environ.get("GPU_EMULATOR", Path.home() / ".cache" / "gpu-emulator"))
@@ -60,59 +57,40 @@ def build() -> Path:
 def emulate(arguments: argparse.Namespace) -> None:
     """Run two steps of the config, in the emulator's own process."""
     from tests.gpu_emulator.operators import install, log
+    from tests.gpu_emulator.steps import fake_world, make_step, read_config
 
     install()
-    from minitrain.bench.measure import Trainer, open_dataset
-    from minitrain.bench.measure_sampling import Sampler, build_model, make_prompts, sample, start
-    from minitrain.bench.proxy import make_proxy
-    from minitrain.bench.rows import load_row
-
-    _, config = load_row(arguments.config, arguments.overrides)
-    if arguments.proxy:
-        config = make_proxy(config, arguments.proxy)
-    if arguments.generate:
-        config = dataclasses.replace(config, precision="bf16-pure")
-        count, longest = config.batch.global_ * config.grpo.group, config.batch.seq_len
-        sampler = Sampler(
-            build_model(config, start(config)),
-            settings=config.rollout,
-            samples=count,
-            longest=longest,
-        )
-        length = longest - config.rollout.max_tokens
-        step = lambda number: sample(sampler, config, make_prompts(config, length, number))  # noqa: E731
-    else:
-        trainer, (data, _) = Trainer(config, start(config)), open_dataset(config)
-        step = partial(trainer.step, data)
-    for number in range(2):
-        log("MARK", "step")
-        step(number)
-    log("MARK", "end")
-    os._exit(0)
+    config = read_config(arguments.config, arguments.overrides, arguments.proxy)
+    with fake_world(arguments.ranks):
+        step = make_step(config, "cuda", arguments.generate)
+        for number in range(2):
+            log("MARK", "step")
+            step(number)
+        log("MARK", "end")
+        os._exit(0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_emulator")
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--proxy", type=int, help="so many layers")
+    parser.add_argument("--proxy", type=int, help="so many layers, and one rank's share")
+    parser.add_argument("--ranks", type=int, default=1, help="run the first one of so many")
     parser.add_argument(
         "--generate", action="store_true", help="decode, and show the captured step"
     )
     arguments = parser.parse_intermixed_args()
     if "EMULATOR_CUDA" in os.environ:
         emulate(arguments)
-    python, log, compiled = build(), HOME / "log.tsv", HOME / "compiled"
+    python, log = build(), HOME / "log.tsv"
     log.unlink(missing_ok=True)
-    # kernels of other runs have the same names
-    shutil.rmtree(compiled, ignore_errors=True)
     environment = os.environ | {
         "EMULATOR_CUDA": str(HOME / "libcuda.so.1"),
         "LD_PRELOAD": str(HOME / "libcuda.so.1"),
         "LD_LIBRARY_PATH": str(HOME),
         "TRITON_LIBCUDA_PATH": str(HOME),
         "FAKE_LOG": str(log),
-        "TORCHINDUCTOR_CACHE_DIR": str(compiled),
+        "TORCHINDUCTOR_CACHE_DIR": str(HOME / "compiled"),
         "TORCHINDUCTOR_BENCHMARK_KERNEL": "1",
         "TRITON_CACHE_DIR": str(HOME / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -127,7 +105,7 @@ def main() -> None:
         ("CAPTURE\tbegin", "CAPTURE\tend") if arguments.generate else ("MARK\tstep", "MARK\tend")
     )
     lines = log.read_text().rpartition(begin)[2].partition(end)[0].splitlines()[1:]
-    print(summarize(lines, compiled))
+    print(summarize(lines))
 
 
 if __name__ == "__main__":

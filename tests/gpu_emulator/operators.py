@@ -1,16 +1,17 @@
-"""Matrix products and attention on the emulated GPU: each logs its shapes and returns tensors that nobody filled."""
+"""Matrix products and attention on the emulated GPU: each logs its shapes and returns tensors that nobody filled.
+
+Kernels of torch's compiler log the file that they come from, before each launch.
+"""
 
 import ctypes
 import os
-from functools import partial
+from functools import cache, partial
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._pytree import tree_map_only
 
 LIBRARY = torch.library.Library("aten", "IMPL")
-CUDA = ctypes.CDLL(os.environ["EMULATOR_CUDA"])
 # where an operator's factors are among its arguments, or queries, keys and values; then what is added, or offsets
 ARGUMENTS = {
     "mm": (0, 1),
@@ -26,8 +27,14 @@ for kernel in ("cudnn", "flash", "efficient"):
     ARGUMENTS[f"_scaled_dot_product_{kernel}_attention_backward"] = 1, 2, 3
 
 
+@cache
+def cuda() -> ctypes.CDLL:
+    return ctypes.CDLL(os.environ["EMULATOR_CUDA"])
+
+
 def log(kind: str, text: str) -> None:
-    CUDA.fake_log(kind.encode(), text.encode(), 0, 0, 0, 0)
+    """Write a line to the log of launches."""
+    cuda().fake_log(kind.encode(), text.encode(), 0, 0, 0, 0)
 
 
 def run(name: str, operator, *args, out=None, **options):
@@ -57,15 +64,18 @@ def run(name: str, operator, *args, out=None, **options):
 
 
 def install() -> None:
-    """Replace the operators, and NCCL by torch's group that sends nothing."""
+    """Replace the operators, and log the sources of compiled kernels."""
     for name in ARGUMENTS:
-        packet = getattr(torch.ops.aten, name, None)
-        for overload in packet.overloads() if packet else ():
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
             operator = getattr(packet, overload)
             LIBRARY.impl(
                 operator.name().removeprefix("aten::"), partial(run, name, operator), "CUDA"
             )
-    own = dist.init_process_group
-    dist.init_process_group = lambda backend=None, *a, **k: own(
-        "fake" if backend == "nccl" else backend, *a, **k
-    )
+    launch = CachingAutotuner.run
+
+    def log_and_launch(kernel: CachingAutotuner, *args, **options):
+        log("SOURCE", kernel.filename or "")
+        return launch(kernel, *args, **options)
+
+    CachingAutotuner.run = log_and_launch

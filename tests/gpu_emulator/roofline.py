@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,31 +18,30 @@ MEMORY, PRODUCTS, ATTENTION, GROUPED = (
 LAUNCH = 2.5e-6  # seconds that no kernel goes below
 
 
-def generated_bytes(folder: Path) -> dict[str, float]:
-    """The bytes that each kernel in the compiler's output reads and writes, by its own benchmark's arguments."""
-    sizes = defaultdict(float)
-    for file in folder.rglob("*.py"):
-        for source in file.read_text().split("async_compile.triton(")[1:]:
-            if not (found := re.search(r"def (triton_\w+)\(([^)]*)\):", source)):
-                continue
-            moved = 0.0
-            for number, argument in enumerate(found[2].split(",")):
-                tensor = rf"arg_{number} = rand_strided\(\(([0-9, ]*)\), \(([0-9, ]*)\), .*?dtype=torch\.(\w+)\)"
-                if shape := re.search(tensor, source):
-                    dims = zip(shape[1].split(","), shape[2].split(","), strict=True)
-                    count = math.prod(
-                        int(size)
-                        for size, stride in dims
-                        if size.strip() and stride.strip() != "0"
-                    )
-                    moved += (
-                        count
-                        * getattr(torch, shape[3]).itemsize
-                        * (1 + argument.strip().startswith("in_out"))
-                    )
-            name = re.match(r"'(\w+)'", source)[1]
-            sizes[name] = max(sizes[name], moved)
-    return sizes
+@cache
+def generated_bytes(file: str) -> float:
+    """Return the bytes that a kernel of the compiler reads and writes, by its own benchmark's arguments.
+
+    A load or store touches as many elements as the kernel's loops have points, and no more than
+    there are: of a gather, the rows that it takes.
+    """
+    source = Path(file).read_text()
+    arguments = re.search(r"\ndef triton_\w+\(([^)]*)\):", source)[1].split(",")
+    sizes = re.findall(r"\n +\w+numel = (\d+)", source)
+    points = math.prod(map(int, sizes)) if sizes else math.inf
+    moved = 0.0
+    for number, argument in enumerate(arguments):
+        name = argument.strip()
+        tensor = rf"arg_{number} = rand_strided\(\(([0-9, ]*)\), \(([0-9, ]*)\), .*?dtype=torch\.(\w+)\)"
+        if shape := re.search(tensor, source):
+            dims = zip(shape[1].split(","), shape[2].split(","), strict=True)
+            count = math.prod(
+                int(size) for size, stride in dims if size.strip() and stride.strip() != "0"
+            )
+            uses = len(re.findall(rf"\({name} \+ ", source)) or math.inf
+            touched = min(count, points * uses) * (1 + name.startswith("in_out"))
+            moved += touched * getattr(torch, shape[3]).itemsize
+    return moved
 
 
 def operator_cost(text: str) -> tuple[str, float, float]:
@@ -74,21 +74,22 @@ def operator_cost(text: str) -> tuple[str, float, float]:
     return "product" if seconds > moved / MEMORY else "thin product", seconds, moved
 
 
-def summarize(launches: list[str], compiled: Path) -> str:
-    """The table of these lines of a log, and the 20 kernels that take longest."""
-    sizes, kinds, kernels = (
-        generated_bytes(compiled),
-        defaultdict(lambda: [0, 0.0, 0.0]),
-        Counter(),
-    )
+def summarize(launches: list[str]) -> str:
+    """Return the table of these lines of a log, and the 20 kernels that take longest."""
+    kinds, kernels = defaultdict(lambda: [0, 0.0, 0.0]), Counter()
+    source = ""  # of the compiled kernel that is launched next
     for line in launches:
         kind, name, _, y, *_ = line.split("\t")
+        if kind == "SOURCE":
+            source = name
+            continue
         seconds = moved = 0.0
         if kind == "G":
             kind, seconds, moved = operator_cost(name)
-        elif kind in ("T", "K"):
-            moved = sizes.get(name, 0.0)
-            kind = "generated" if kind == "T" else "torch's own"
+        elif kind == "T":
+            kind, moved = "generated", generated_bytes(source) if source else 0.0
+        elif kind == "K":
+            kind = "torch's own"
         elif kind in ("H2D", "D2H", "D2D", "memset"):
             moved = int(y)
         seconds = max(seconds, moved / MEMORY, LAUNCH)

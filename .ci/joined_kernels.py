@@ -1,0 +1,17 @@
+"""Run bench.py with small kernels joined: python .ci/joined_kernels.py ARGUMENTS
+
+torch's compiler has no variable of the environment for that, as of torch 2.13.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch._inductor.config
+
+ROOT = Path(__file__).parent.parent
+
+if __name__ == "__main__":
+    torch._inductor.config.combo_kernels = True
+    sys.path.insert(0, str(ROOT))
+    runpy.run_path(str(ROOT / "bench.py"), run_name="__main__")

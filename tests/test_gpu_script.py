@@ -1,0 +1,61 @@
+"""What `.ci/gpu` would run on a GPU: a stand-in for python3 records its commands, and the programs take them."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import bench
+from minitrain.commands.bench import check_options, load_row, make_case
+from tests.helpers.commands import ROOT
+
+PARTS = ["one", "fourth", "fifth", "first", "second", "lora4", "autotune", "peers"]
+RECORD = """#!{bash}
+[ "$1" = .ci/gpu_machine.py ] && {{ echo h100 {gigabytes}; echo versions; exit; }}
+(printf '%s\\x1f' "$@"; echo) >> {file}
+"""
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory) -> list[list[str]]:
+    """The arguments of each python3 that all parts start, on GPUs of 80 and of 141 GB."""
+    if sys.platform != "linux":
+        pytest.skip("needs bash 4 and GNU timeout")
+    folder = tmp_path_factory.mktemp("gpu")
+    file, python = folder / "commands", folder / "python3"
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    for gigabytes in (85, 150):
+        text = RECORD.format(bash=shutil.which("bash"), gigabytes=gigabytes, file=file)
+        python.write_text(text)
+        python.chmod(0o755)
+        script = [ROOT / ".ci/gpu", folder / "out", *PARTS]
+        done = subprocess.run(script, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return [line.split("\x1f")[:-1] for line in dict.fromkeys(file.read_text().splitlines())]
+
+
+def test_every_part_starts_programs_that_exist(commands):
+    assert len(commands) > len(PARTS)
+    for program, *_ in commands:
+        assert program == "-m" or (ROOT / program).is_file()
+
+
+def test_bench_takes_the_arguments(commands):
+    rows = [arguments for _, *arguments in commands if "--config" in arguments]
+    assert len(rows) > len(PARTS)
+    for arguments in rows:
+        options = bench.parser().parse_args(arguments)
+        words = options.config + options.overrides
+        overrides = [word for word in words if "=" in word]
+        files = [word for word in words if "=" not in word]
+        cases = [make_case(*load_row(file, overrides), options) for file in files]
+        check_options(cases, options)
+
+
+def test_pytest_gets_the_files_of_gpu_tests(commands):
+    words = {word for program, *words in commands if program == "-m" for word in words}
+    files = {word for word in words if word.startswith("tests/")}
+    assert "tests/test_gpu.py" in files and "tests/rollout/test_engine.py" not in files
+    assert all((ROOT / file).is_file() for file in files)
