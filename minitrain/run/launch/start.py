@@ -20,6 +20,7 @@ from minitrain.models.lora import is_adapter
 from minitrain.parallel.agreement import FOR_EVER, gather
 from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.parallel.shards import local_shard
+from minitrain.run.config.environment import env_int, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import to_dict
 from minitrain.run.launch import watch
@@ -28,9 +29,7 @@ from minitrain.run.launch.rendezvous import (
     allow_open_files,
     check_device_type,
     default_store,
-    env_int,
     join_store,
-    world_size,
 )
 from minitrain.run.launch.same_run import check_same, code_digests, flatten_settings
 from minitrain.settings import Config
