@@ -4,10 +4,11 @@ torch takes MKL, which keeps its AVX-512 kernels for Intel's CPUs, and on others
 width. oneDNN, which comes with torch too, generates kernels for the CPU that it finds. Zen 4
 double-pumps AVX-512, and gains an eighth.
 
-`to_onednn` lets a model's Linears multiply so; the loss and grouped_mm.py call `matmul` and
-`grouped_matmul`. Small products stay torch's: a call costs more than it saves. On other CPUs, on
-GPUs and in other types nothing changes.
-Left out: products inside attention, and of more than two dimensions.
+`use_cpu_linears` lets a model's Linears multiply so. Losses call `matmul` and `add_matmul`, and
+grouped_mm.py `grouped_matmul`: those call torch's product where it is as fast, as for small
+matrices, on other CPUs, on GPUs and in other types. No other file of a model or a loss knows more.
+Left out: products inside attention, and of more than two dimensions. And torch's own FP8 product,
+which oneDNN computes 1,000 times too slowly on CPUs with AMX (oneDNN #3349): see fp8.py.
 """
 
 import math
@@ -15,6 +16,7 @@ import re
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
@@ -52,11 +54,11 @@ TRANSPOSED = 256 if FAMILY > 25 else math.inf
 COPIED = 256 if FAMILY > 25 else 512
 
 
-def to_onednn(model: nn.Module) -> None:
+def use_cpu_linears(model: nn.Module) -> None:
     """Let the Linears of `model` multiply by oneDNN where that pays."""
     for module in model.modules() if FASTER else ():
         if base_class(module) is nn.Linear:
-            set_variant(module, OnednnLinear)
+            set_variant(module, CpuLinear)
 
 
 def takes(x: Tensor, flops: int) -> bool:
@@ -83,11 +85,24 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if not multiplies(a, b) or (out is not None and a.shape[1] < COPIED):
         return torch.mm(a, b, out=out)
-    product = torch.ops.minitrain.onednn_linear(a, b.T, None)
+    product = torch.ops.minitrain.cpu_linear(a, b.T, None)
     return product if out is None else out.copy_(product)
 
 
-class OnednnLinear(nn.Linear):
+def add_matmul(total: Tensor, a: Tensor, b: Tensor, add: bool = True) -> None:
+    """Compute total += a @ b, or total = a @ b. total: [m, n], of the type of a and b or fp32.
+
+    a: [m, k]; b: [k, n].
+    """
+    if a.dtype == total.dtype and not multiplies(a, b):
+        total.addmm_(a, b, beta=int(add))
+    elif add:
+        total += matmul(a, b)
+    else:
+        total.copy_(matmul(a, b))
+
+
+class CpuLinear(nn.Linear):
     """A Linear that multiplies by oneDNN where that pays. x: [..., in]."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +121,7 @@ class Product(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         need_x, need_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        return torch.ops.minitrain.onednn_linear(x, weight, bias)
+        return torch.ops.minitrain.cpu_linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -119,13 +134,11 @@ class Product(torch.autograd.Function):
         )
 
 
-torch.library.define(
-    "minitrain::onednn_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
-)
+torch.library.define("minitrain::cpu_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
-@torch.library.impl("minitrain::onednn_linear", "CompositeExplicitAutograd")
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@torch.library.impl("minitrain::cpu_linear", "CompositeExplicitAutograd")
+def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return F.linear, [..., out], without a gradient. x: [..., in].
 
     weight: [out, in], in any strides or packed (rollout/weights.py).
@@ -135,30 +148,38 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
-@torch.library.register_fake("minitrain::onednn_linear")
+@torch.library.register_fake("minitrain::cpu_linear")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # [..., out]
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
-@register_flop_formula(torch.ops.minitrain.onednn_linear)
+@register_flop_formula(torch.ops.minitrain.cpu_linear)
 def _(x_shape: torch.Size, weight_shape: torch.Size, *_, **__) -> int:
     return 2 * x_shape.numel() * weight_shape[0]
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return a weight [out, in] in oneDNN's own layout, for `onednn_linear`: no public name."""
+    """Return a weight [out, in] in oneDNN's own layout, for `cpu_linear`: no public name."""
     return torch.ops.mkldnn._reorder_linear_weight(weight)
 
 
-def grouped_matmul(x: Tensor, y: Tensor, ends: list[int]) -> Tensor:
-    """Compute F.grouped_mm, one product after the other. ends: the end of each group's rows.
+def takes_groups(x: Tensor, y: Tensor) -> bool:
+    """Return whether oneDNN should compute `grouped_matmul`. x: [m, k]; y: [..., n]."""
+    return takes(x, 2 * x.numel() * y.shape[-1])
+
+
+def grouped_matmul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """Return F.grouped_mm(x, y, offs=offsets), by torch, or by oneDNN one group after the other.
 
     x [rows, in], y [groups, in, out]: each row times its group's matrix, [rows, out].
     x [in, rows], y [rows, out]: for each group x y over its rows, [groups, in, out].
+    offsets: int32 [groups], the end of each group's rows. Without a gradient.
     """
+    if not takes_groups(x, y):
+        return F.grouped_mm(x, y, offs=offsets)
     # where the rows of each begin and end
-    groups = list(pairwise([0, *ends]))
+    groups = list(pairwise([0, *offsets.tolist()]))
     if y.ndim == 3:
         out = x.new_empty(x.shape[0], y.shape[2])
         for (begin, end), matrix in zip(groups, y, strict=True):

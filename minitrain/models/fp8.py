@@ -268,7 +268,7 @@ def scaled_mm(
     if a.is_cuda:
         # F.scaled_mm calls another operator, which nobody has measured here
         return torch._scaled_mm(a, b, a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)
-    # not torch's own: with it oneDNN takes 1,000 times as long on CPUs with AMX (oneDNN #3349)
+    # not torch's own, which takes 1,000 times as long on CPUs with AMX (see cpu.py)
     return (a.float() @ b.float() * (a_inverse * b_inverse)).to(dtype)
 
 

@@ -1,15 +1,14 @@
 """Grouped matrix products over rows that are sorted by expert: one call for all experts.
 
 This is torch's F.grouped_mm with three additions: gradients that are 0 for experts without rows on
-every GPU, an operator that compiles in types other than bf16, and oneDNN's kernels on CPUs where
-they are faster.
+every GPU, an operator that compiles in types other than bf16, and faster kernels on some CPUs.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.models.cpu import grouped_matmul, takes
+from minitrain.models.cpu import grouped_matmul, takes_groups
 
 
 def grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -25,7 +24,7 @@ def grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         y = CleanGradient.apply(y, offsets)
     # the compiler knows the shapes of torch's operator in bf16 only
     opaque = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
-    if opaque or _by_onednn(x, y):
+    if opaque or takes_groups(x, y):
         product = _grouped_mm(x, y, offsets)
     else:
         product = F.grouped_mm(x, y, offs=offsets)
@@ -60,17 +59,10 @@ class CleanGradient(torch.autograd.Function):
         return zero_where_empty(grad, *ctx.saved_tensors), None
 
 
-def _by_onednn(x: Tensor, y: Tensor) -> bool:
-    """Return whether oneDNN should compute grouped_mm. x: [m, k]; y: [..., out]."""
-    return takes(x, 2 * x.numel() * y.shape[-1])
-
-
 @torch.library.custom_op("minitrain::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     # shapes as in `grouped_mm`: [rows, out] or [experts, in, out]
-    if _by_onednn(x, y):
-        return grouped_matmul(x, y, offsets.tolist())
-    return F.grouped_mm(x, y, offs=offsets)
+    return grouped_matmul(x, y, offsets)
 
 
 @_grouped_mm.register_fake

@@ -4,7 +4,7 @@ Models are plain modules, whose parameters have the names of Hugging Face checkp
 parallelism and the sampler change them in place, in three ways:
 
     way                            who uses it
-    (a) a variant: a subclass      Fp8Linear, Fp8Experts (fp8.py), OnednnLinear (onednn.py),
+    (a) a variant: a subclass      Fp8Linear, Fp8Experts (fp8.py), CpuLinear (cpu.py),
         that holds the same        LoraLinear, LoraExperts (lora.py), around any of these;
         parameters. `set_variant`  VocabParallelEmbedding, LocalPositions, RMSNormOverHeads
                                    (parallel/tensor*.py); Recomputing, of a block

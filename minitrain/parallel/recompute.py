@@ -52,7 +52,7 @@ EXPENSIVE = {
     collectives.reduce_scatter_tensor.default,
 }
 # matrix products that files of models/ register as operators, when imported
-OWN_PRODUCTS = ("add_product", "onednn_linear", "grouped_mm", "linear_fp32", "scaled_mm")
+OWN_PRODUCTS = ("add_product", "cpu_linear", "grouped_mm", "linear_fp32", "scaled_mm")
 # The router's top-k, and the sort of tokens by expert. A second run may round its inputs
 # differently, and select other experts than those whose outputs are saved.
 ROUTING = {_ops.topk.default, _ops.sort.stable}

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from minitrain.models.cpu import OnednnLinear, pack
+from minitrain.models.cpu import CpuLinear, pack
 from minitrain.models.layers import base_class
 
 # elements below which matrices are not packed: 1 MiB
@@ -134,7 +134,7 @@ class SamplerWeights:
 def multiply(joined: Joined, x: Tensor, packed: bool = True) -> Sequence[Tensor]:
     """Return F.linear of x [..., in] with each of the matrices side by side, each [..., out]."""
     weight, bias, rows = joined
-    linear = torch.ops.minitrain.onednn_linear if packed else F.linear
+    linear = torch.ops.minitrain.cpu_linear if packed else F.linear
     return linear(x, weight, bias).split(rows, dim=-1)
 
 
@@ -183,7 +183,7 @@ def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
     plain = {
         module: None
         for module in block.modules()
-        if base_class(module) in (nn.Linear, OnednnLinear) and "forward" not in module.__dict__
+        if base_class(module) in (nn.Linear, CpuLinear) and "forward" not in module.__dict__
     }
     groups = []
     for module in block.modules():

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 from minitrain.hashing import seed_of
-from minitrain.models.cpu import to_onednn
+from minitrain.models.cpu import use_cpu_linears
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
@@ -50,7 +50,7 @@ def build_model(
     # here memory is allocated, for this rank's shards alone
     model.to_empty(device=meshes.device)
     if meshes.device.type == "cpu":
-        to_onednn(model)
+        use_cpu_linears(model)
     if config.precision == "fp8":
         gather_in_fp8(model, config.fp8.keep_transposed)
     if fill is None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from minitrain.models.cpu import matmul, multiplies
+from minitrain.models.cpu import add_matmul, matmul
 
 # the label of a token that is not predicted
 IGNORE = -100
@@ -223,13 +223,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 
     a: [rows, inner]; b: [inner, columns].
     """
-    # unless oneDNN computes this product
-    if a.dtype == total.dtype and not multiplies(a, b):
-        total.addmm_(a, b, beta=int(add))
-    elif total.is_cuda:
+    if total.is_cuda and a.dtype != total.dtype:
         # cuBLAS accumulates into the output: the product is not rounded to bf16 first
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=int(add), out=total)
-    elif add:
-        total += matmul(a, b)
     else:
-        total.copy_(matmul(a, b))
+        add_matmul(total, a, b, add)

@@ -11,7 +11,7 @@ from minitrain.bench.breakdown import working_memory
 from minitrain.bench.measure import activation_bytes
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.models import cpu as onednn
+from minitrain.models import cpu
 from minitrain.models import fp8 as fp8_models
 from minitrain.models.fp8 import to_fp8
 from minitrain.parallel.recompute import recompute
@@ -248,7 +248,7 @@ def test_selective_does_not_send_again_what_it_keeps(pool, parallel):
 def product(op, args):
     """Matrix products and attention, in whatever form."""
     name = op.overloadpacket.__name__
-    return name if name.endswith(("mm", "onednn_linear")) or "attention" in name else None
+    return name if name.endswith(("mm", "cpu_linear")) or "attention" in name else None
 
 
 def scaled_mm_of_torch(a, b, a_inverse, b_inverse, dtype, fast):
@@ -256,7 +256,7 @@ def scaled_mm_of_torch(a, b, a_inverse, b_inverse, dtype, fast):
 
 
 def products(
-    setting, name, compiling=False, fp8=False, as_on_gpus=False, by_onednn=False, **shape
+    setting, name, compiling=False, fp8=False, as_on_gpus=False, by_cpu_linears=False, **shape
 ):
     """Those of a forward and a backward pass.
 
@@ -266,8 +266,8 @@ def products(
     model = plain_model(config)
     if fp8:
         to_fp8(model.blocks, "none", experts=True)
-    if by_onednn:
-        onednn.to_onednn(model)
+    if by_cpu_linears:
+        cpu.use_cpu_linears(model)
     recompute(model.blocks, setting)
     tokens = torch.arange(32).view(2, 16)
     with (
@@ -296,13 +296,13 @@ def products(
                 "num_experts_per_tok": 1,
             },
         ),
-        (["onednn_linear"], {"name": "llama3-8b-tiny", "by_onednn": True}),
+        (["cpu_linear"], {"name": "llama3-8b-tiny", "by_cpu_linears": True}),
     ],
     ids=str,
 )
 def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
-    monkeypatch.setattr(onednn, "FASTER", settings.get("by_onednn", False))
-    monkeypatch.setattr(onednn, "MIN_FLOPS", 1)
+    monkeypatch.setattr(cpu, "FASTER", settings.get("by_cpu_linears", False))
+    monkeypatch.setattr(cpu, "MIN_FLOPS", 1)
     if settings.get("as_on_gpus"):
         monkeypatch.setattr(fp8_models, "choose_scaled_mm", lambda *_: scaled_mm_of_torch)
     none, selective, full = (

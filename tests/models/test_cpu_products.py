@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from minitrain.models import cpu as onednn
+from minitrain.models import cpu
 from minitrain.models.grouped_mm import grouped_mm
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
@@ -31,15 +31,15 @@ TREE = {
 @pytest.fixture
 def forced(monkeypatch):
     """All products of fp32, however small, whatever CPU this is."""
-    monkeypatch.setattr(onednn, "FASTER", True)
-    monkeypatch.setattr(onednn, "MIN_FLOPS", 1)
-    monkeypatch.setattr(onednn, "TRANSPOSED", 1)
-    monkeypatch.setattr(onednn, "COPIED", 1)
+    monkeypatch.setattr(cpu, "FASTER", True)
+    monkeypatch.setattr(cpu, "MIN_FLOPS", 1)
+    monkeypatch.setattr(cpu, "TRANSPOSED", 1)
+    monkeypatch.setattr(cpu, "COPIED", 1)
 
 
 def count_products():
     return mock.patch.object(
-        torch.ops.minitrain, "onednn_linear", wraps=torch.ops.minitrain.onednn_linear
+        torch.ops.minitrain, "cpu_linear", wraps=torch.ops.minitrain.cpu_linear
     )
 
 
@@ -53,8 +53,8 @@ def test_products_of_matrices_in_any_strides(forced, m, k, n, transposed):
     )
     expected, out = a.double() @ b.double(), torch.empty(m, n)
     with count_products() as products:
-        torch.testing.assert_close(onednn.matmul(a, b).double(), expected, atol=1e-5, rtol=1e-5)
-        assert onednn.matmul(a, b, out=out) is out
+        torch.testing.assert_close(cpu.matmul(a, b).double(), expected, atol=1e-5, rtol=1e-5)
+        assert cpu.matmul(a, b, out=out) is out
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     assert products.call_count == 2
 
@@ -71,8 +71,8 @@ def test_linears(forced, bias, frozen):
         assert counter.get_total_flops() == 2 * 18 * 24 * 40
         leaves = [x] if frozen else [x, *linear.parameters()]
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
-        onednn.to_onednn(linear)
-        assert type(linear) is onednn.OnednnLinear
+        cpu.use_cpu_linears(linear)
+        assert type(linear) is cpu.CpuLinear
     kept, _ = y.grad_fn.next_functions[0][0].saved_tensors
     assert (
         kept is None
@@ -87,7 +87,7 @@ def test_grouped_products(forced, counts):
     x, stack = torch.randn(16, 8, requires_grad=True), torch.randn(4, 12, 8, requires_grad=True)
     results = []
     for faster in (False, True):
-        with mock.patch.object(onednn, "FASTER", faster), count_products() as products:
+        with mock.patch.object(cpu, "FASTER", faster), count_products() as products:
             y = grouped_mm(x, stack.transpose(1, 2), ends)
             results.append([y, *torch.autograd.grad(y.square().sum(), [x, stack])])
         assert products.call_count == (3 * sum(count > 0 for count in counts) if faster else 0)
@@ -107,7 +107,7 @@ def test_the_head(forced, monkeypatch, function):
     labels = torch.randint(32, (20,))
     results = []
     for faster in (False, True):
-        with mock.patch.object(onednn, "FASTER", faster):
+        with mock.patch.object(cpu, "FASTER", faster):
             loss = function(hidden, weight, labels)
             results.append([loss, *torch.autograd.grad(loss, [hidden, weight])])
     for found, expected in zip(*results, strict=True):
@@ -115,7 +115,7 @@ def test_the_head(forced, monkeypatch, function):
 
 
 def forced_train(tree, *rest):
-    with mock.patch.multiple(onednn, FASTER=True, MIN_FLOPS=1, TRANSPOSED=1, COPIED=1):
+    with mock.patch.multiple(cpu, FASTER=True, MIN_FLOPS=1, TRANSPOSED=1, COPIED=1):
         return (train_compiled if tree.get("compile") else train)(tree, *rest)
 
 
@@ -141,27 +141,27 @@ def test_training_is_that_of_one_process_with_torchs_products(pool, change):
 )
 def test_amds_families(vendor, family, expected):
     cpuinfo = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
-    assert onednn.amd_family(cpuinfo) == expected
-    assert onednn.amd_family("") == 0
+    assert cpu.amd_family(cpuinfo) == expected
+    assert cpu.amd_family("") == 0
 
 
 def test_only_where_it_is_faster():
     """And never of fake tensors, other types or devices, or small ones."""
     big = torch.empty(1024, 1024)
     for faster in (False, True):
-        with mock.patch.object(onednn, "FASTER", faster):
-            assert onednn.multiplies(big, big) == faster
+        with mock.patch.object(cpu, "FASTER", faster):
+            assert cpu.multiplies(big, big) == faster
             model = build_model(from_dict(TREE), start(from_dict(TREE)))
             kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
-            assert kinds == {onednn.OnednnLinear if faster else nn.Linear}
-    with mock.patch.object(onednn, "FASTER", True):
-        assert not onednn.multiplies(big[:16, :16], big[:16])
+            assert kinds == {cpu.CpuLinear if faster else nn.Linear}
+    with mock.patch.object(cpu, "FASTER", True):
+        assert not cpu.multiplies(big[:16, :16], big[:16])
         other = type("Other", (nn.Linear,), {})(
             4, 4
         )  # of a class that multiplies otherwise, as in FP8
-        onednn.to_onednn(other)
+        cpu.use_cpu_linears(other)
         assert type(other).__name__ == "Other"
-        assert not onednn.multiplies(big.bfloat16(), big.bfloat16()) and not onednn.multiplies(
+        assert not cpu.multiplies(big.bfloat16(), big.bfloat16()) and not cpu.multiplies(
             big.to("meta"), big
         )
-        assert not onednn.multiplies(big.T, big[:, :128])  # would copy more than it saves
+        assert not cpu.multiplies(big.T, big[:, :128])  # would copy more than it saves

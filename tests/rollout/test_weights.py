@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minitrain import Sampler, SamplingParams, load_pretrained, save_pretrained
-from minitrain.models import cpu as onednn
+from minitrain.models import cpu
 from minitrain.models.layers import project
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.recompute import recompute
@@ -72,10 +72,10 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
     assert size < 1.01 * sum(p.nbytes for p in model.parameters()) + 50_000
 
 
-def test_linears_that_train_by_onednn_are_packed_too(monkeypatch):
-    monkeypatch.setattr(onednn, "FASTER", True)
+def test_linears_that_train_by_cpu_linears_are_packed_too(monkeypatch):
+    monkeypatch.setattr(cpu, "FASTER", True)
     model, prompts = make("qwen3-32b"), prompts_of((9, 3))
-    onednn.to_onednn(model)
+    cpu.use_cpu_linears(model)
     sampler = Sampler(model, settings=Rollout(slots=4, page_size=4, pages=100))
     greedy = SamplingParams(temperature=0.0, max_tokens=6)
     assert [c.tokens for c in sampler.generate(prompts, greedy)] == [
@@ -132,15 +132,15 @@ def test_other_types_than_fp32_are_not_packed():
 
 
 def test_linears_that_are_not_packed_multiply_as_in_training(monkeypatch):
-    monkeypatch.setattr(onednn, "FASTER", True)
-    monkeypatch.setattr(onednn, "MIN_FLOPS", 1)
+    monkeypatch.setattr(cpu, "FASTER", True)
+    monkeypatch.setattr(cpu, "MIN_FLOPS", 1)
     monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 1 << 40)
     model, prompts = make("qwen3-32b"), prompts_of((9, 3))
     expected = [uncached(model, prompt, 2) for prompt in prompts]
-    onednn.to_onednn(model)
+    cpu.use_cpu_linears(model)
     sampler, greedy = Sampler(model), SamplingParams(temperature=0.0, max_tokens=2)
-    operator = torch.ops.minitrain.onednn_linear
-    with mock.patch.object(torch.ops.minitrain, "onednn_linear", wraps=operator) as products:
+    operator = torch.ops.minitrain.cpu_linear
+    with mock.patch.object(torch.ops.minitrain, "cpu_linear", wraps=operator) as products:
         assert [c.tokens for c in sampler.generate(prompts, greedy)] == expected
     linears = sum(
         isinstance(module, nn.Linear) for block in model.blocks for module in block.modules()

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from minitrain.models import cpu as onednn
+from minitrain.models import cpu
 from minitrain.models.fp8 import choose_scaled_mm
 from minitrain.settings import Config
 
@@ -103,7 +103,7 @@ def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype, shorter: f
         one = torch.ones((), device=device)
         matmul = partial(choose_scaled_mm(a), a, b.t(), one, one, torch.bfloat16, True)
     else:
-        matmul = partial(onednn.matmul, a, b)
+        matmul = partial(cpu.matmul, a, b)
     return 2 * size**3 / _seconds_per_call(matmul, device, shorter)
 
 
@@ -186,7 +186,7 @@ def describe(device: torch.device) -> dict[str, str | int]:
         name = properties.name
         cores = properties.multi_processor_count
     else:
-        found = re.search(r"model name\s*: (.*)", onednn.read_cpuinfo())  # where Linux tells
+        found = re.search(r"model name\s*: (.*)", cpu.read_cpuinfo())  # where Linux tells
         name = found[1].strip() if found else platform.processor() or platform.machine()
         cores = (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
