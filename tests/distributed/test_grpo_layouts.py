@@ -19,6 +19,7 @@ from minitrain.grpo.weight_sync import Move, WeightSync, plan, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.shards import local_shard
 from minitrain.rollout import capacity, compiled, weights
+from minitrain.rollout import cpu as cpu_attention
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
@@ -131,7 +132,7 @@ def refit(tree, tp):
             patch.object(weights, "can_join", lambda device: True),
             weights.SamplerWeights(model).in_use(),
         ):
-            joined = [module for module in model.modules() if "group" in module.__dict__]
+            joined = [m for m in model.modules() if isinstance(m, weights.JoinedLinear)]
         assert bool(joined) == (tp == 1)
     moves = [move for bucket in send.buckets for move in bucket if move.source != move.target]
     for scale in (1, 2):  # twice: the plan is made once, the weights change
@@ -261,7 +262,7 @@ def sample_twice(model, after_round=lambda: None, **settings):
         sampler.refresh()
         params = SamplingParams(temperature=0.8, max_tokens=6, n=2)
         with patch.object(
-            weights, "MIN_PACKED_ELEMENTS", 0
+            cpu_attention, "MIN_PACKED_ELEMENTS", 0
         ):  # tiny matrices are multiplied as large ones are
             found += [
                 (each.tokens, each.logprobs) for each in sampler.generate(prompts_of(), params)

@@ -15,7 +15,7 @@ from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.rollout import caches, capacity, weights
+from minitrain.rollout import caches, capacity
 from minitrain.rollout import cpu as cpu_attention
 from minitrain.rollout.caches import MambaCache
 from minitrain.rollout.scheduler import Scheduler
@@ -52,7 +52,7 @@ NEW = 10
 @pytest.fixture(autouse=True)
 def pack_everything(monkeypatch):
     """Tiny matrices are multiplied as large ones are."""
-    monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 0)
+    monkeypatch.setattr(cpu_attention, "MIN_PACKED_ELEMENTS", 0)
 
 
 def make(name: str, seed: int = 0, **fields) -> Decoder:
@@ -135,7 +135,10 @@ def test_groups_that_read_their_prompt_once(name, monkeypatch):
         if isinstance(step, DecodingStep):
             rows = torch.arange(8)
             seen.add(
-                (step.shared, tuple(tuple(rows[index].tolist()) for _, index in step.groups))
+                (
+                    step.rows.shared,
+                    tuple(tuple(rows[index].tolist()) for _, index in step.rows.groups),
+                )
             )
             if len(samples[4].produced) == NEW // 2:
                 sampler.cancel(samples[4], samples[1])

@@ -13,6 +13,7 @@ from minitrain.models import cpu
 from minitrain.models.layers import project
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.recompute import recompute
+from minitrain.rollout import cpu as cpu_attention
 from minitrain.rollout import weights
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
@@ -134,7 +135,7 @@ def test_other_types_than_fp32_are_not_packed():
 def test_linears_that_are_not_packed_multiply_as_in_training(monkeypatch):
     monkeypatch.setattr(cpu, "FASTER", True)
     monkeypatch.setattr(cpu, "MIN_FLOPS", 1)
-    monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 1 << 40)
+    monkeypatch.setattr(cpu_attention, "MIN_PACKED_ELEMENTS", 1 << 40)
     model, prompts = make("qwen3-32b"), prompts_of((9, 3))
     expected = [uncached(model, prompt, 2) for prompt in prompts]
     cpu.use_cpu_linears(model)
