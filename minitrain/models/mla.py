@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minitrain.models.attention import Mask, attention
-from minitrain.models.layers import apply_rotary, identity, project
+from minitrain.models.layers import apply_rotary, identity
 from minitrain.models.rope_scaling import yarn_mscale
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 class LatentAttention(nn.Module):
     """Attention with nope + rope channels per head in queries and keys, v_head_dim in values."""
-
-    # the sampler computes them as one product
-    same_input = ("q_a_proj", "kv_a_proj_with_mqa")
 
     def __init__(self, config: "DecoderConfig"):
         super().__init__()
@@ -65,15 +62,13 @@ class LatentAttention(nn.Module):
 
         cache: the cache of latents, in place of a mask (rollout/caches.py).
         """
-        # [batch, seq, q_rank] and [batch, seq, rank + rope], both gathered under tensor parallelism
-        q, kv = project(x, self.q_a_proj, self.kv_a_proj_with_mqa)
-        # scaled here, where q is narrow
-        q = self.q_a_layernorm(self.gather(q)) * self.scale
+        # scaled here, where q is narrow: [batch, seq, q_rank], gathered under tensor parallelism
+        q = self.q_a_layernorm(self.gather(self.q_a_proj(x))) * self.scale
         # [batch, seq, heads, nope + rope]
         q = self.q_b_proj(q).unflatten(-1, (-1, self.nope + self.rope))
         q_nope, q_rope = q.split([self.nope, self.rope], dim=-1)
         # [batch, seq, rank], [batch, seq, rope]
-        kv = self.gather(kv)
+        kv = self.gather(self.kv_a_proj_with_mqa(x))
         latent, k_rope = kv.split([kv.shape[-1] - self.rope, self.rope], dim=-1)
         latent = self.kv_a_layernorm(latent)
         q_rope = apply_rotary(pairs_to_halves(q_rope), *rotary)
