@@ -23,7 +23,7 @@ from minitrain.run.monitor.progress import bits_per_byte, opening
 from minitrain.run.tasks.draw_videos import draw_shapes
 from minitrain.run.tasks.exact_match import exact_match
 from minitrain.run.tasks.exports import check_free_of_others, export, with_ids_of_data
-from minitrain.run.tasks.grpo_task import Run
+from minitrain.run.tasks.grpo_task import GrpoTask
 from minitrain.run.tasks.task import run_task
 from minitrain.settings import Config
 from minitrain.training.dpo import add_reference
@@ -49,7 +49,7 @@ def train(config: Config) -> None:
         print(opening(config, world_size()), flush=True)
     with locked(folder, leads=rank() == 0), recorded(folder):
         if config.task == "grpo":
-            task = Run(config, folder)
+            task = GrpoTask(config, folder)
             task.begin()
         else:
             task = RowsTask(config, folder)
