@@ -120,7 +120,7 @@ class Problem(NamedTuple):
 
 
 class ProblemSet(Protocol):
-    """An endless sequence of problems, which repeats them in other orders (data/chat/problems.py)."""
+    """An endless sequence of problems (data/chat/problems.py)."""
 
     problems: list[Problem]
 

@@ -1,4 +1,4 @@
-"""A GRPO run: what surrounds the steps of grpo/policy_loop.py: checkpoints, files, logs and export."""
+"""What surrounds the steps of a GRPO run (grpo/policy_loop.py): checkpoints, files, export."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
