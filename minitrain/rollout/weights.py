@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain.models.layers import base_class, set_variant
-from minitrain.parallel.shards import to_local
+from minitrain.parallel.parts import use_local_tensors
 from minitrain.rollout.cpu import PLAIN_LINEARS, can_pack, pack, packed_linear
 
 # stands for the owner of the head's matrix, which may be the embedding
@@ -127,8 +127,10 @@ class SamplerWeights:
                 if self.joins:
                     self.packed[linears] = join(linears)
                 elif linears not in self.packed:
-                    # tensor parallelism splits them
-                    weights = [to_local(linear.weight) for linear in linears]
+                    for linear in linears:
+                        # tensor-parallel ones multiply by these
+                        use_local_tensors(linear, ())
+                    weights = [linear.weight for linear in linears]
                     biases = [linear.bias for linear in linears]
                     self.packed[linears] = join_packed(weights, biases)
                 joined = self.packed[linears]
@@ -180,7 +182,7 @@ def join_packed(weights: list[Tensor], biases: list[Tensor | None]) -> Joined | 
     packed = pack(weights)
     if packed is None:
         return None
-    bias = None if biases[0] is None else torch.cat([to_local(bias) for bias in biases])
+    bias = None if biases[0] is None else torch.cat(biases)
     return Joined(packed, bias, [len(weight) for weight in weights], packed=True)
 
 
