@@ -15,8 +15,9 @@ from statistics import median_high as median
 import torch.distributed as dist
 
 from minitrain.bench.measure import prepare, result
+from minitrain.grpo.policy_loop import PHASES
 from minitrain.run.monitor.flops import policy_flops
-from minitrain.run.tasks.grpo_task import PHASES, Run
+from minitrain.run.tasks.grpo_task import GrpoTask
 from minitrain.settings import Config
 
 
@@ -26,7 +27,7 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     last = config.grpo.lag
     config = replace(published_lengths(config), steps=warmup + steps + last)
     device, matmul = prepare(config)
-    run = Run(config, folder=None)
+    run = GrpoTask(config, folder=None)
     lines = []
     for line in run.steps(run.begin()):
         lines.append(line)

@@ -1,1 +1,16 @@
-"""Group-relative policy optimization: learning from rewards on the model's own samples."""
+"""GRPO: a policy learns from the rewards of its own responses.
+
+In the order of reading:
+
+    policy_loop      the steps: sample, reward, train, bring the new weights to the sampler
+    rollouts         groups of responses, and their rewards; evaluation
+    rewards          what a response is worth: `exact`, `math`, or a function of one's own
+    advantages       how much better a response is than the others of its prompt
+    batches          responses packed into micro-batches
+    policy_trainer   log-probabilities, and one or several updates
+    objective        the loss, with its derivations
+    weight_sync      weights from the trainer's layout to the sampler's
+    offload          which tensors are on the device in which part of a step
+
+Not here: sampling (rollout/), problems (data/chat/problems.py), checkpoints and files (run/tasks/).
+"""

@@ -5,7 +5,7 @@ Every rank has all responses of a step, packs them into the same rows, and takes
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -117,3 +117,12 @@ class Problem(NamedTuple):
     reply: list[int]
     answer: str
     row: dict
+
+
+class ProblemSet(Protocol):
+    """An endless sequence of problems (data/chat/problems.py)."""
+
+    problems: list[Problem]
+
+    def take(self, first: int, count: int) -> list[Problem]:
+        """Return the problems number first, first + 1, ... of the sequence."""

@@ -12,7 +12,13 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
-from minitrain.grpo.batches import Example, pack_micro_batches, reply_sample, response_sample
+from minitrain.grpo.batches import (
+    Example,
+    ProblemSet,
+    pack_micro_batches,
+    reply_sample,
+    response_sample,
+)
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.grpo.weight_sync import Shards
@@ -44,7 +50,7 @@ class PolicyTrainer:
         config: Config,
         meshes: Meshes,
         phase: Callable[[str], AbstractContextManager],
-        fill: Callable[[Module], None] | None = None,
+        fill: Callable[[Config, Module], None] | None = None,
     ):
         self.config = config
         self.meshes = meshes
@@ -130,7 +136,7 @@ class PolicyTrainer:
         # over ranks with other tokens, then over stages, of which only the last has numbers
         return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))
 
-    def warm_up(self, problems) -> float:
+    def warm_up(self, problems: ProblemSet) -> float:
         """Train on right replies with an optimizer of its own; return the last loss.
 
         GRPO needs a policy that is right now and then; a model with initial weights never is.

@@ -1,13 +1,12 @@
 r"""Reward functions, and how they compare answers to mathematical questions.
 
-A reward function takes the response's text, the right answer and the problem's whole line of data:
+`exact` and `math` are built in; a config may name any other `Reward` as `package.module:name`. What
+it remembers is its process's own, and in no checkpoint: every rank that rewards has one, and sees
+its own share of the responses.
 
-    def reward(response: str, answer: str, row: dict) -> float
-
-`exact` and `math` are built in; a config may name any other as `package.module:name`. `math` writes
-every number as its exact value, <3/2> for 1\frac{1}{2} or 1.50; then answers are equal if their
-texts are. Its time is bounded: of a long text only the end counts. Left out: symbolic equality
-(sqrt(8) is not 2 sqrt(2), 3 * 4 is not yet 12) and units.
+`math` writes every number as its exact value, <3/2> for 1\frac{1}{2} or 1.50; then answers are
+equal if their texts are. Its time is bounded: of a long text only the end counts. Left out:
+symbolic equality (sqrt(8) is not 2 sqrt(2), 3 * 4 is not yet 12) and units.
 """
 
 import importlib
@@ -16,55 +15,90 @@ import re
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Protocol
 from unicodedata import normalize
 
 from minitrain.errors import InputError
 
-Reward = Callable[[str, str, dict], float]
+
+class Reward(Protocol):
+    """A function of a response's text, the right answer, and the problem's whole line of data."""
+
+    def __call__(self, response: str, answer: str, row: dict) -> float: ...
+
+
 # characters at a text's end: an answer comes last
 TAIL = 20_000
 
+# $3^\circ$ **5** \left( -> 3 5 (
 MARKUP = (
     r"\\(?:left|right|displaystyle|bf)(?![a-z])|\\(?:text)?color\{[a-z]+\}|\\[()]"
     r"|\\{0,2}[$%]|[\u00b0\u20ac\u00a3\u00a5\u20b9`]|\*\*|__|\^\s*\{?\s*\\circ\s*\}?"
 )
-# ways to write the same thing, and the one that is read; \frac{a}{b} of numbers becomes a/b
+# Ways to write the same thing, and the one that is read. An example stands above each.
 SPELLINGS = {
+    # \u22123 -> -3
     r"[\u2212\u2013]": "-",
+    # \approx 3 -> = 3
     r"\u2248|\\approx(?![a-z])": "=",
+    # 2**3 -> 2^3
     r"(?<=\d)\*\*(?=\d)": "^",
+    # 2 \times 3 -> 2 * 3
     r"\\(?:times|cdot|ast)(?![a-z])|[\u00d7\u00b7]": "*",
+    # 6 \div 3 -> 6 / 3
     r"\\div(?![a-z])|[\u00f7\u2044]": "/",
+    # 1{,}000 -> 1000
     r" ?\\!|\{,\}(?=\d{3})": "",
+    # $ - 5 -> -5
     r"\\?\$\s*-\s*(?=[$\\\d.])": "-",
+    # 3$$4 -> 3;4, two numbers
     rf"(\d)(?:{MARKUP})+(?=\d)": r"\1;",
+    # $3$ -> 3
     MARKUP: "",
+    # 1\frac{1}{2} -> 1 \frac{1}{2}
     r"(?<=\d)(?=\\[a-z]*frac)": " ",
+    # \frac{1}{2} -> 1/2, \frac12 too
     r"\\[a-z]*frac\s*(?:\{\s*(-?)([\d.,]+)\s*\}|(\d))\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))": r"\2\3/\1\4\5 ",
+    # 3\,000 -> 3 000
     r"(?:(?<!\\)\\[,;: ]|~|[^\S\n])+": " ",
+    # x^2 -> x^{2}
     r" ?([\^_]) ?(?:\{ ?([+-]?\d+) ?\}|([+-]?\d+))": r"\1{\2\3}",
+    # 3 * 10^{4} -> 3e4
     r"(?<=\d) ?[*x] ?10\^\{([+-]?\d+)\}": r"e\1",
+    # 5 cm^{2} -> 5 cm
     r"(?<=[ \d][ckm]m| ft)\^\{[23]\}": "",
+    # x={5} -> x=5
     r"(?<=[-+=({])\{((?:[^{}]|\{[^{}]*\})*)\}": r"\1",
+    # (1)/(2) -> 1/2
     r"(?<![\w)}\]])\((\d+)\)/\((\d+)\)": r"\1/\2",
+    # -(3/4) -> -3/4
     r"(?<=-)\(((?:\d|[./ *^}]|,(?=\d{3})|[e{][-+]?)+?) ?\)(?![\w(^])": r"\1",
 }
+# 1,234.5 or 1 234 or .5
 DIGITS = r"(?:\d{1,3}(?:[, ]\d{3}){1,15}|\d{1,50})(?!\d)(?:\.\d{1,50}(?!\d))?|\.\d{1,50}(?!\d)"
+# 1.5e3 or 2^{3}
 POWER = rf"(?:{DIGITS})(?:e[+-]?\d{{1,3}}(?!\d))?(?:\^\{{[+-]?\d{{1,3}}\}})?"
 # a minus, but not that of 3-4, nor the dash after a word or before an item of a list
 SIGN = r"(?<![\w)}\]])-|(?<![\w)}\]\n] )(?<![\w)}\]\n])- |(?<=\bis )- "
+# -1 1/2 is (-, 1, 1, 2), and 3/4 is (, , 3, 4): sign, whole, above, below
 NUMBER = re.compile(
-    rf"(?=[-\d.])({SIGN})?(?<![\d.])(?:(\d+) (?=\d+ ?/))?({POWER})(?: ?/ ?(-?{POWER}))?"  # sign, whole, above, below
+    rf"(?=[-\d.])({SIGN})?(?<![\d.])(?:(\d+) (?=\d+ ?/))?({POWER})(?: ?/ ?(-?{POWER}))?"
 )
 BRACES = r"[^{}]*+"
 # inside each other
 for _ in range(8):
     BRACES = rf"(?:[^{{}}]++|\{{{BRACES}\}})*+"
+# \boxed{\frac{1}{2}} -> \frac{1}{2}
 BOXED = re.compile(rf"\\f?box(?:ed)?\s*\{{({BRACES})\}}")
+# #### answer: 18 dollars -> 18
 MARKED = r"^.*####\s*(?:[a-z ]*answer[a-z ]*:? ?)?(.*?)(?:(?<=[\d.}])[ ,]* [a-z(].*)?$"
+# <3/2>, as `with_values` writes it
 VALUE = r"<-?\d+(?:/\d+)?>"
+# it is <2>\sqrt<3> cm -> <2>\sqrt<3>
 IN_TEXT = re.compile(rf"(?:{VALUE}|\\(?:sqrt|pi)|[*/^_])+")
+# \text{even} -> even
 LATEX_TEXT = r"\\(?:text|math|mbox|operatorname|bold|rm)[a-z]* ?\{([^{}]*)\}"
+# <5> cm^<2> -> <5>, <12> apples -> <12>
 UNIT = rf"(?:(?<=\S) ?{LATEX_TEXT}|(?<=>) ?(?:[a-z]{{3,}}|[ckm]m|kg|ft)[^<=]*)(?:\^<\d>)?$"
 
 
@@ -87,7 +121,10 @@ def math(response: str, answer: str, row: dict) -> float:
 
 
 def spell(text: str) -> str:
+    """Write a text's end in lower case, and what has several spellings in one of them."""
+    # 2\u00bd -> 2 \u00bd, else the next line but one would make it 21/2
     text = re.sub("[\u00bc-\u00be\u2150-\u215e]", r" \g<0>", text)
+    # x\u00b2 -> x^{\u00b2}
     text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207b]+", r"^{\g<0>}", text)
     text = normalize("NFKC", text)[-TAIL:].lower()
     for spelling, plainest in SPELLINGS.items():
@@ -121,9 +158,10 @@ def plain(answer: str) -> str:
 
     Of an equation with a name, such as x = 5, the right side counts.
     """
+    # x = 5 -> 5, f(x)=5 -> 5
     name = r"^(?:(?:[a-z]{1,2}|\\[a-z]+)(?:_\{\w+\}|_\w|\(\w\))?)? ?=(?=[^=]*$)"
     answer = re.sub(name, "", answer.strip(" *").rstrip(".,;"))
-    # no thousands
+    # (1,200) -> (1, 200): not thousands
     answer = re.sub(
         r"(?:[(\[]|\\\{)[^()\[\]{}]*", lambda inside: inside[0].replace(",", ", "), answer
     )
@@ -142,10 +180,12 @@ def with_values(text: str) -> str:
             # 1/0, or too large to be written
             return match[0]
 
+    # \sqrt{<3>} -> \sqrt<3>
     return re.sub(rf"(\\sqrt|[\^_]) ?\{{ ?(\w|{VALUE}) ?\}}", r"\1\2", NUMBER.sub(value, text))
 
 
 def power(text: str) -> Fraction:
+    """Return the value of a number of NUMBER, such as 1,000^{2}."""
     base, _, exponent = re.sub(r"[, {}]", "", text).partition("^")
     return Fraction(base) ** int(exponent or 1)
 
@@ -156,11 +196,16 @@ def tidy(text: str) -> str:
     A sum, or a product below, is put in brackets.
     """
     text = re.sub(r"\s", "", re.sub(UNIT, "", text))
+    # \frac{x+<1>}<2> -> (x+<1>)/(<2>)
     part = rf"(?:\{{([^{{}}]*)\}}|({VALUE}))"
     text = re.sub(rf"\\[dtc]?frac{part}{part}", r"(\1\2)/(\3\4)", text)
+    # (<3>) -> <3>
     text = re.sub(rf"(?<![a-z])\(({VALUE}|[a-z]|\\[a-z]+)\)", r"\1", text)
+    # (<2>x)/<3> -> <2>x/<3>
     text = re.sub(rf"(?<![a-z])\((-?(?:[^()<+,-]|{VALUE}|\([^()]*\))*)\)/", r"\1/", text)
+    # (\text{even}) -> even
     text = re.sub(r"^\(([^(),]*)\)$", r"\1", re.sub(LATEX_TEXT, r"\1", text))
+    # <-3> -> -<3>, but x<-3> stays
     return re.sub(r"(?<![\w)}\]>])<-", "-<", text).removeprefix("+")
 
 

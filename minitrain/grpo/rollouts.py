@@ -7,14 +7,17 @@ randomness depends on (seed, number of its problem, number in its group) alone.
 import hashlib
 import math
 import traceback
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Problem, Response
+from minitrain.grpo.batches import Problem, ProblemSet, Response
 from minitrain.grpo.rewards import Reward, overlong
 from minitrain.parallel.agreement import gather
+from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import Completion, SamplingParams
 from minitrain.settings import Config
 
@@ -32,13 +35,13 @@ class RolloutWorker:
     def __init__(
         self,
         config: Config,
-        sampler,
+        sampler: Sampler,
         tokenizer,
         ends: tuple[int, ...],
         reward: Reward,
         replica: int,
         replicas: int,
-        group,
+        group: ProcessGroup,
     ):
         self.config = config
         self.sampler = sampler
@@ -49,7 +52,7 @@ class RolloutWorker:
         self.replicas = replicas
         self.group = group
 
-    def collect(self, problems, first: int) -> list[Group]:
+    def collect(self, problems: ProblemSet, first: int) -> list[Group]:
         """Return the groups of a step, on all replicas.
 
         first: the number of the first problem that no step has had. A group has a signal if its
@@ -75,13 +78,11 @@ class RolloutWorker:
             groups = (with_signal + without)[:count]
         share = len(without) / len(with_signal + without)
         settings = sampling_settings(self.config)
-        for number, group in enumerate(groups):
-            for rollout in group:
-                rollout.group = number
-                rollout.no_signal = share
-                rollout.problems = first
-                rollout.settings = settings
-        return groups
+        of_step = dict(no_signal=share, problems=first, settings=settings)
+        return [
+            [replace(rollout, group=number, **of_step) for rollout in group]
+            for number, group in enumerate(groups)
+        ]
 
     def sample(
         self, problems: list[Problem], first: int, n: int, greedy: bool = False
@@ -175,7 +176,7 @@ class RolloutWorker:
             raise InputError(f"{called} returned {given!r} {response}, and not a finite number")
         return score
 
-    def evaluate(self, problems, count: int) -> dict[str, float]:
+    def evaluate(self, problems: ProblemSet, count: int) -> dict[str, float]:
         """Evaluate the first `count` problems: pass@1 of greedy responses, pass@k of sampled ones.
 
         A response passes if its score, without the penalty for length, is at least 1. pass@k is the

@@ -8,7 +8,8 @@ parallelism and the sampler change them in place, in three ways:
         that holds the same        LoraLinear, LoraExperts (lora.py), around any of these;
         parameters. `set_variant`  VocabParallelEmbedding, LocalPositions, RMSNormOverHeads
                                    (parallel/tensor*.py); Recomputing, of a block
-                                   (parallel/recompute.py)
+                                   (parallel/recompute.py); the sampler's JoinedLinear, and its
+                                   blocks (rollout/weights.py, compiled.py)
     (b) an exchange point: a       gather, reduce, split: tensor parallelism
         function that a module     dispatch: expert and tensor parallelism
         calls, and names in its    attend, mix, make_mask, split_cp, gather (Wan's): context
@@ -19,9 +20,7 @@ parallelism and the sampler change them in place, in three ways:
                                    block, and lets a rank's plain tensors hide the DTensor
                                    parameters of the same names; LoRA's, on the embedding
 
-One exception: while the sampler runs, rollout/weights.py sets `forward` of Linears (`product` of
-adapted ones) and the compiled call of blocks, and puts them back: what it changes must last no
-longer than sampling, and training goes on with the classes, and compiled blocks, that it had.
+The sampler's variants last no longer than sampling: training goes on with the classes it had.
 """
 
 from collections.abc import Callable, Sequence

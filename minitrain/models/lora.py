@@ -201,10 +201,7 @@ class LoraLinear(nn.Linear):
         return adapted_linears([self], x)[0] if self.is_adapted else self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
-        """Compute x W^T + bias, [..., in] -> [..., out], by the class that this one is around.
-
-        The sampler sets another `product` while it runs.
-        """
+        """Compute x W^T + bias, [..., in] -> [..., out], by the class that this one is around."""
         return super().forward(x)
 
     def together(self, linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 class LatentAttention(nn.Module):
     """Attention with nope + rope channels per head in queries and keys, v_head_dim in values."""
 
-    # the Linears that read x
-    same_input = ("q_a_proj", "kv_a_proj_with_mqa")
-
     def __init__(self, config: "DecoderConfig"):
         super().__init__()
         hidden = config.hidden_size

@@ -1,14 +1,14 @@
 """The buffers of a decoding step for a fixed number of rows, and on CUDA the graphs over them."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.rollout.cpu import prepare_rows
+from minitrain.models.decoder import Decoder
+from minitrain.rollout.caches import Caches
 from minitrain.rollout.sampling import (
     SamplingParams,
     SamplingState,
@@ -17,7 +17,7 @@ from minitrain.rollout.sampling import (
 )
 from minitrain.rollout.scheduler import Sample
 from minitrain.rollout.steps import DecodingStep
-from minitrain.rollout.weights import multiply
+from minitrain.rollout.weights import SamplerWeights
 from minitrain.training.loss import vocab_shard
 
 # the settings of padding rows
@@ -25,19 +25,35 @@ PADDING_PARAMS = SamplingParams()
 
 
 class DecodingBatch:
-    """The buffers in which `sampler` decodes up to `rows` samples, one row each.
+    """The buffers in which `model` decodes up to `rows` samples, one row each.
 
-    graphs: capture the steps as CUDA graphs.
+    width: columns of a block table, as many as the pages of a sample and the null page.
+    steps: the most decoding steps in one schedule.
+    compiles_blocks: compile them, where that pays. compiles_sampling: compile the choice of tokens.
+    graph_pool: the memory of CUDA graphs, as which steps are captured; None: they are not.
     """
 
-    def __init__(self, sampler, rows: int, graphs: bool):
-        self.sampler = sampler
+    def __init__(
+        self,
+        model: Decoder,
+        weights: SamplerWeights,
+        caches: Caches,
+        rows: int,
+        width: int,
+        steps: int,
+        compiles_blocks: bool = False,
+        compiles_sampling: bool = False,
+        graph_pool: tuple[int, int] | None = None,
+    ):
+        self.model = model
+        self.weights = weights
+        self.caches = caches
         self.rows = rows
-        self.graphs = graphs
-        device = sampler.device
-        caches = sampler.caches
+        self.device = device = model.head_weight.device
+        self.graph_pool = graph_pool
         # on CUDA without graphs, launching the compiled parts would cost what they save
-        self.compiles = sampler.compiles and (graphs or device.type == "cpu")
+        self.compiles = compiles_blocks and (graph_pool is not None or device.type == "cpu")
+        self.compiles_sampling = compiles_sampling
 
         def numbers(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -47,9 +63,9 @@ class DecodingBatch:
         # the number of the step in its schedule: where in `new_tokens` it writes
         self.step_index = numbers(1)
         # samples that have ended run on until the schedule ends: their positions stop here
-        positions = min(sampler.width * caches.page_size, sampler.config.max_position_embeddings)
+        positions = min(width * caches.page_size, model.config.max_position_embeddings)
         self.last_position = positions - 1
-        block_table = numbers(rows, sampler.width)
+        block_table = numbers(rows, width)
         slots = numbers(rows)
         self.step = DecodingStep(
             self.positions, block_table, slots, caches.page_size, caches.pages
@@ -58,8 +74,8 @@ class DecodingBatch:
         keys = numbers(rows, dtype=torch.int32)
         real = [numbers(rows, dtype=torch.float32) for _ in range(3)]
         self.state = SamplingState(keys, numbers(rows), *real)
-        self.new_tokens = numbers(sampler.steps, rows)
-        self.new_logprobs = numbers(sampler.steps, rows, dtype=torch.float32)
+        self.new_tokens = numbers(steps, rows)
+        self.new_logprobs = numbers(steps, rows, dtype=torch.float32)
         # (sample, slot, pages) of each row, as loaded last
         self.loaded: list[tuple] = []
         # (greedy, noisy, filtered) of SamplingState -> graph
@@ -67,7 +83,7 @@ class DecodingBatch:
 
     def prepare(self, samples: list[Sample], steps: int) -> None:
         """Fill the buffers for `steps` decoding steps of `samples`; the other rows are padding."""
-        padding = Sample([0], PADDING_PARAMS, 0, 0, slot=self.sampler.caches.null_slot)
+        padding = Sample([0], PADDING_PARAMS, 0, 0, slot=self.caches.null_slot)
         rows = samples + [padding] * (self.rows - len(samples))
         # each sample's newest token: its keys and values are not cached yet
         copy_in(self.tokens, [(row.produced or row.prompt)[-1] for row in rows])
@@ -78,11 +94,11 @@ class DecodingBatch:
         if held != self.loaded:
             self.loaded = held
             self._load_rows(rows)
-        if self.sampler.device.type == "cpu":
-            prepare_rows(self.sampler.caches, self.step, samples, steps)
+        if self.device.type == "cpu":
+            self.step.rows = self.caches.rows.prepare(samples, self.rows, steps)
 
     def _load_rows(self, rows: list[Sample]) -> None:
-        table = np.full(self.step.block_table.shape, self.sampler.caches.null_page)
+        table = np.full(self.step.block_table.shape, self.caches.null_page)
         for pages, row in zip(table, rows, strict=True):
             pages[: len(row.pages)] = row.pages
         copy_in(self.step.block_table, table)
@@ -102,26 +118,24 @@ class DecodingBatch:
         The host waits for the device only at the end.
         """
         for _ in range(steps):
-            if self.graphs:
+            if self.graph_pool is not None:
                 self._graph().replay()
-            else:
-                self.decode()
-                # the row buffers are complete now, and each step adds a token to them
-                self.step.to_gather = []
-                self.step.longest += 1
+                continue
+            self.decode()
+            if self.step.rows is not None:
+                self.step.rows = self.step.rows.after_a_step()
         return self.new_tokens[:steps].T.tolist(), self.new_logprobs[:steps].T.tolist()
 
     def decode(self) -> None:
         """Run one step: the forward pass, whose head samples the next tokens."""
         self.step.begin()
-        sampler = self.sampler
-        sampler.caches.step = self.step
-        with sampler.weights.compiled() if self.compiles else nullcontext():
-            sampler.model(
+        self.caches.begin(self.step)
+        with compiled_blocks(self.model) if self.compiles else nullcontext():
+            self.model(
                 self.tokens[None],
                 positions=self.positions[None],
                 head=self.sample,
-                cache=sampler.caches,
+                cache=self.caches,
             )
 
     def sample(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
@@ -130,14 +144,10 @@ class DecodingBatch:
         weight: the head's, [vocab, hidden] or a DTensor split by vocabulary. Returns `hidden`.
         """
         weight, shard = vocab_shard(weight)
-        # the head's matrix is packed like those of Linears, with the model as its owner
-        packed = self.sampler.weights.pack(self.sampler.model, lambda: [(weight, None)])
         # [rows, vocab, or this rank's shard of it]
-        logits = F.linear(hidden[0], weight) if packed is None else multiply(packed, hidden[0])[0]
+        logits = self.weights.multiply_head(hidden[0], weight)
         # torch 2.11's compiler fails on several filtered rows
-        compiles = (
-            self.sampler.settings.compile and shard.group is None and not self.state.filtered
-        )
+        compiles = self.compiles_sampling and shard.group is None and not self.state.filtered
         choose = compiled_sample_tokens() if compiles else sample_tokens
         # both [rows]; the new tokens follow the positions of this step
         tokens, logprobs = choose(logits, self.state, self.positions + 1, shard)
@@ -150,6 +160,12 @@ class DecodingBatch:
         # the model returns it; nothing reads it
         return hidden
 
+    def drop_graphs(self, graph_pool: tuple[int, int] | None) -> None:
+        """Drop the captured graphs; later ones use the memory of another pool."""
+        self.captured.clear()
+        if self.graph_pool is not None:
+            self.graph_pool = graph_pool
+
     def _graph(self) -> torch.cuda.CUDAGraph:
         """Return the step as a CUDA graph for the rows' way of sampling; captured at first use.
 
@@ -161,8 +177,8 @@ class DecodingBatch:
             changed = [self.tokens, self.positions, self.step_index, table, self.step.slots]
             before = [tensor.clone() for tensor in changed]
             # the warm-up writes to the null page and the null slot, so no sample changes
-            table.fill_(self.sampler.caches.null_page)
-            self.step.slots.fill_(self.sampler.caches.null_slot)
+            table.fill_(self.caches.null_page)
+            self.step.slots.fill_(self.caches.null_slot)
             stream = warmup_stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -172,12 +188,19 @@ class DecodingBatch:
                     self.decode()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.sampler.graph_pool):
+            with torch.cuda.graph(graph, pool=self.graph_pool):
                 self.decode()
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
             self.captured[kind] = graph
         return self.captured[kind]
+
+
+def compiled_blocks(model: Decoder) -> AbstractContextManager:
+    """Run the blocks of `model` compiled."""
+    from minitrain.rollout.compiled import compiled  # takes seconds to import
+
+    return compiled(model.blocks)
 
 
 @cache

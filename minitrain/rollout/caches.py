@@ -1,7 +1,8 @@
 """The caches of earlier tokens: paged keys and values or latents, or a state per sample.
 
-A module calls its layer's cache in place of attention with a mask. The sampler sets `Caches.step`
-before each forward pass; from it the layers' caches read which token belongs to which sequence.
+A module calls its layer's cache in place of attention with a mask. The sampler calls `Caches.begin`
+before each forward pass; from its step the layers' caches read which token belongs to which
+sequence.
 
     PagedKVCache   attention of any kind: `attend` writes the new keys and values to the pool and
                    attends to all keys of the sequence. For latent attention the pool holds latents,
@@ -14,7 +15,7 @@ In a prefill scaled_dot_product_attention runs once per prompt. In decoding ther
     CUDA   FlexAttention on the pool itself: each sample's block list names its pages (`PageMask`).
            The lists are tensors that change in place, so nothing is compiled or built again as
            samples grow, come and go
-    CPU    batched matrix products over row buffers (cpu_attention.py)
+    CPU    batched matrix products over row buffers (cpu.py)
 
 Pools are allocated when the first keys come, in their type and with this rank's heads.
 """
@@ -163,17 +164,17 @@ class PagedKVCache(LayerCache):
     def gather(self) -> list[Tensor]:
         """Return the row buffers, each [rows, kv_heads, capacity, head_dim].
 
-        The pages that `step.to_gather` names are copied into them first.
+        The pages that `step.rows.to_gather` names are copied into them first.
         """
         step = self.caches.step
-        rows, capacity = self.caches.buffer_shape
-        # new buffers start empty: `prepare_rows` then has all pages gathered again
+        rows, capacity = self.caches.rows.shape
+        # new buffers start empty: all pages are gathered again
         if not self.buffers or self.buffers[0].shape[:3:2] != (rows, capacity):
             self.buffers = [
                 zeros((rows, p.shape[2], capacity, p.shape[3]), p.dtype, p.device)
                 for p in self.pools
             ]
-        for new_rows, pages, begin, end in step.to_gather:
+        for new_rows, pages, begin, end in step.rows.to_gather:
             for buffer, pool in zip(self.buffers, self.pools, strict=True):
                 # [rows, tokens, kv_heads, head_dim]
                 tokens = pool[pages].flatten(1, 2)[:, : end - begin]
@@ -270,8 +271,8 @@ class Caches:
 
     pages, slots: how many sequences can use. One more of each, the last, is the null page and the
         null slot: padding writes there, and nothing reads them.
-    step: the forward pass that runs; the sampler sets it. None before the first.
-    buffer_shape: (rows, capacity) of all layers' row buffers. row_contents: see cpu_attention.py.
+    step: the forward pass that runs; None before the first.
+    rows: on the CPU, what all layers' row buffers hold.
     """
 
     def __init__(self, config: DecoderConfig, pages: int, page_size: int, slots: int):
@@ -280,11 +281,9 @@ class Caches:
         self.pages = pages + 1
         self.page_size = page_size
         self.slots = slots + 1
-        self.windowed = bool(config.sliding_window)
         self.step: PromptStep | DecodingStep | None = None
-        self.buffer_shape = (0, 0)
-        self.row_contents: dict[int, RowContents] = {}
-        self.computed_frequencies: Tensor | None = None
+        self.rows = RowContents(page_size, windowed=bool(config.sliding_window))
+        self.computed_frequencies: dict[str, Tensor] = {}
         self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
 
     def _layer(self, config: DecoderConfig, layer: int) -> LayerCache | None:
@@ -298,11 +297,17 @@ class Caches:
     def __getitem__(self, layer: int) -> LayerCache | None:
         return self.layers[layer]
 
-    def frequencies(self, *shape) -> Tensor:
+    def begin(self, step: PromptStep | DecodingStep) -> None:
+        """Begin a forward pass."""
+        self.step = step
+
+    def frequencies(self, *arguments) -> Tensor:
         """Return `rotary_frequencies`, fp32 [dim / 2], computed once: saves up to 15 kernels."""
-        if self.computed_frequencies is None:
-            self.computed_frequencies = rotary_frequencies(*shape)
-        return self.computed_frequencies
+        # a dict among them has no hash
+        key = str(arguments)
+        if key not in self.computed_frequencies:
+            self.computed_frequencies[key] = rotary_frequencies(*arguments)
+        return self.computed_frequencies[key]
 
     def copy(
         self, pages: list[tuple[int, int]], slots: list[tuple[int, int]], device: torch.device

@@ -19,16 +19,16 @@ Left out: prefill on the CPU, whose products are large; Mamba's scan, which the 
 that send tokens to other ranks' experts or gather weights; on CUDA, decoding without a CUDA graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic  # has no public name (torch 2.13)
 from torch.compiler import config
 
-from minitrain.models.decoder import Block
-from minitrain.rollout.caches import MambaCache, PagedKVCache
+from minitrain.rollout.caches import LayerCache, MambaCache, PagedKVCache
 from minitrain.rollout.cpu import attend_with_lse, write_and_attend
 from minitrain.rollout.steps import PromptStep, split_kv, write
 
@@ -41,24 +41,26 @@ MAX_LOOP_QUERIES = 8
 class OpaqueCache:
     """A layer's cache as a graph break. Arguments are those of the cache's own methods.
 
-    On CUDA the new keys and values are written before the break, by the kernels that compute them.
+    In decoding on CUDA the new keys and values are written before the break, by the kernels that
+    compute them.
     """
 
-    # decoding needs every layer's output
-    output_unused = False
-
     def __init__(self, layer: PagedKVCache | MambaCache):
+        step = layer.caches.step
         self.layer = layer
         self.once = layer.once
+        self.output_unused = layer.output_unused
+        # the compiler keeps graphs of many tokens and those of few rows apart by it
+        self.is_prefill = isinstance(step, PromptStep)
         if isinstance(layer, PagedKVCache):
             self.pools = layer.pools
-            self.kv_index = layer.caches.step.kv_index
+            self.kv_index = step.kv_index
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None
     ) -> Tensor:
-        # q: [1, heads, rows, head_dim]; k, v: [1, kv_heads, rows, head_dim]; returned as q
-        if not (q.is_cuda and self.pools):
+        # q: [1, heads, tokens, head_dim]; k, v: [1, kv_heads, tokens, head_dim]; returned as q
+        if self.is_prefill or not (q.is_cuda and self.pools):
             return self.attend_and_write(q, k, v, sinks)
         new, width = split_kv(k, v)
         write(self.pools, self.kv_index, new)
@@ -66,7 +68,7 @@ class OpaqueCache:
 
     @torch.compiler.disable
     def attend_and_write(self, *args) -> Tensor:
-        # [1, heads, rows, head_dim]
+        # [1, heads, tokens, head_dim]
         return self.layer.attend(*args)
 
     @torch.compiler.disable
@@ -76,31 +78,17 @@ class OpaqueCache:
 
     @torch.compiler.disable
     def mix(self, *args) -> Tensor:
-        # [1, rows, groups, heads, head_dim]
+        # [1, tokens, groups, heads, head_dim]
         return self.layer.mix(*args)
-
-
-class PromptCache(OpaqueCache):
-    """A layer's cache in a prefill, as a graph break.
-
-    It is a class of its own, so that graphs of many tokens and those of few rows stay apart.
-    """
-
-    def __init__(self, layer: PagedKVCache | MambaCache):
-        super().__init__(layer)
-        self.output_unused = layer.output_unused
-
-    def attend(self, *args) -> Tensor:
-        # [1, heads, tokens, head_dim]
-        return self.attend_and_write(*args)
 
 
 class TracedCache:
     """A layer's KV cache in this step as plain tensors, which the compiler traces.
 
-    Methods are those of PagedKVCache, and `attend_to_rows` of cpu_attention.py.
+    Methods are those of PagedKVCache, and `attend_to_rows` of cpu.py.
     """
 
+    # decoding needs every layer's output
     output_unused = False
 
     def __init__(self, layer: PagedKVCache):
@@ -152,31 +140,47 @@ def attend_in_loops(
     return out.to(q.dtype), log_sum
 
 
-def cache_for_compiler(
-    layer: PagedKVCache | MambaCache | None,
-) -> OpaqueCache | TracedCache | None:
+def cache_for_compiler(layer: PagedKVCache | MambaCache) -> OpaqueCache | TracedCache:
     """Wrap a layer's cache for use in a compiled block."""
-    if layer is None:
-        return None
-    if isinstance(layer.caches.step, PromptStep):
-        return PromptCache(layer)
-    on_cpu = (
-        isinstance(layer, PagedKVCache) and layer.pools and layer.pools[0].device.type == "cpu"
-    )
+    step = layer.caches.step
+    if isinstance(step, PromptStep) or isinstance(layer, MambaCache):
+        return OpaqueCache(layer)
+    on_cpu = layer.pools and layer.pools[0].device.type == "cpu"
     # which rows share a prefix changes from step to step, and a graph would hold only for those
-    return TracedCache(layer) if on_cpu and not layer.caches.step.shared else OpaqueCache(layer)
+    return TracedCache(layer) if on_cpu and not step.rows.shared else OpaqueCache(layer)
+
+
+@contextmanager
+def compiled(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Run `blocks` compiled, as variants of their classes."""
+    kinds = [type(block) for block in blocks]
+    try:
+        for block in blocks:
+            block.__class__ = compiled_variant(type(block))
+        yield
+    finally:
+        for block, kind in zip(blocks, kinds, strict=True):
+            block.__class__ = kind
 
 
 @cache
-def compiled_forward() -> Callable:
-    return config.patch(recompile_limit=RECOMPILE_LIMIT)(torch.compile(Block.forward))
+def compiled_variant(kind: type) -> type:
+    """Return the variant of a block's class whose forward is compiled."""
+
+    class Compiled(kind):
+        def forward(self, *inputs, **named) -> Tensor:
+            # [1, tokens, hidden]; one of the inputs is the layer's cache
+            inputs = [wrapped(x) for x in inputs]
+            named = {name: wrapped(x) for name, x in named.items()}
+            return compiled_forward(kind)(self, *inputs, **named)
+
+    return Compiled
 
 
-def run_block(block: Block, groups: list, *inputs) -> Tensor:
-    """Return the compiled Block.forward(*inputs), [1, rows, hidden], as the block's own `forward`.
+def wrapped(argument: object) -> object:
+    return cache_for_compiler(argument) if isinstance(argument, LayerCache) else argument
 
-    The last input is the layer's cache. groups: the block's `LinearGroup`s (weights.py).
-    """
-    for group in groups:
-        group.joined = group.weights.pack(group.linears, group.parameters)
-    return compiled_forward()(block, *inputs[:-1], cache_for_compiler(inputs[-1]))
+
+@cache
+def compiled_forward(kind: type) -> Callable:
+    return config.patch(recompile_limit=RECOMPILE_LIMIT)(torch.compile(kind.forward))

@@ -1,20 +1,29 @@
-"""Decoding attention on the CPU: each row has a contiguous buffer of its keys and values.
+"""The sampler's kernels on the CPU: packed matrices, and attention over row buffers.
 
-A sample's pages are gathered once, when it gets a row, into a buffer that then grows with it, so
-that one batched matrix product serves all rows. Samples of one prompt share its pages; this common
-prefix, most of what there is to read when prompts are long, is read once for all of them.
+Packed: oneDNN multiplies few rows by a matrix in its own layout 1.3 to 2.5 times as fast. Small
+matrices stay as they are: calling oneDNN costs more than their product.
+
+Row buffers: each row of a decoding batch has a contiguous buffer of its keys and values. A sample's
+pages are gathered once, when it gets a row, into a buffer that then grows with it, so that one
+batched matrix product serves all rows. Samples of one prompt share its pages; this common prefix,
+most of what there is to read when prompts are long, is read once for all of them.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from minitrain.models import cpu
 from minitrain.models.attention import apply_sinks
 from minitrain.rollout.scheduler import Sample
-from minitrain.rollout.steps import DecodingStep, write
+from minitrain.rollout.steps import DecodingStep, Rows, write
 
+# elements below which matrices are not packed: 1 MiB
+MIN_PACKED_ELEMENTS = 1 << 18
+# the classes of Linears that only multiply
+PLAIN_LINEARS = (nn.Linear, cpu.CpuLinear)
 # tokens a group must save from being read again: with fewer, the second product costs more
 MIN_SHARED_TOKENS = 512
 
@@ -23,49 +32,91 @@ MIN_SHARED_TOKENS = 512
 attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class RowContents(NamedTuple):
-    """The contents of a row's buffer: a sample's tokens from `begin` to before `end`."""
+# --- products
+
+
+def can_pack(device: torch.device) -> bool:
+    """Return whether matrices on `device` can be packed."""
+    return device.type == "cpu" and torch.backends.mkldnn.is_available()
+
+
+def pack(weights: list[Tensor]) -> Tensor | None:
+    """Return matrices [out, in] side by side, packed; None where that does not pay."""
+    small = sum(weight.numel() for weight in weights) < MIN_PACKED_ELEMENTS
+    if small or any(w.device.type != "cpu" or w.dtype != torch.float32 for w in weights):
+        return None
+    return cpu.pack(torch.cat(weights))
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return F.linear of x [..., in] with packed weights [out, in] and a bias [out]: [..., out]."""
+    return torch.ops.minitrain.cpu_linear(x, weight, bias)
+
+
+# --- row buffers
+
+
+class Held(NamedTuple):
+    """What a row's buffer holds: a sample's tokens from `begin` to before `end`."""
 
     sample: Sample
     begin: int
     end: int
 
 
-def prepare_rows(caches, step: DecodingStep, samples: list[Sample], steps: int) -> None:
-    """Find what rows share and what their buffers lack, before `steps` decoding steps."""
-    step.longest = max(sample.cached for sample in samples) + 1
-    rows = len(step.positions)
-    height, width = caches.buffer_shape
-    if rows > height or step.longest + steps > width:
-        caches.buffer_shape = max(height, rows), max(width, 2 * (step.longest + steps))
-        caches.row_contents = {}
-    step.shared, groups = shared_prefixes(samples, caches.page_size)
-    step.groups = [(group[0], row_index(group)) for group in groups]
-    # only these hold what their group shares
-    first_rows = {group[0] for group in groups}
-    # (begin, end) of the missing tokens -> rows that miss them
-    missing: dict[tuple[int, int], list[int]] = {}
-    for row, sample in enumerate(samples):
-        begin = 0 if row in first_rows or caches.windowed else step.shared
-        held = caches.row_contents.get(row)
-        if (
-            held is None
-            or held.sample is not sample
-            or held.begin > begin
-            or held.end != sample.cached
-        ):
-            held = RowContents(sample, begin, sample.cached)
-            if begin < sample.cached:
-                missing.setdefault((begin, sample.cached), []).append(row)
-        caches.row_contents[row] = held._replace(end=sample.cached + steps)
-    for row in range(len(samples), rows):
-        # padding rows write there
-        caches.row_contents.pop(row, None)
-    step.to_gather = []
-    for (begin, end), lacking in missing.items():
-        columns = slice(begin // caches.page_size, -(-end // caches.page_size))
-        pages = torch.tensor([samples[row].pages[columns] for row in lacking])
-        step.to_gather.append((torch.tensor(lacking), pages, begin, end))
+class RowContents:
+    """What the row buffers hold, of all layers alike; the layers have the tensors.
+
+    windowed: some layers see only the last keys, so every row needs all of its tokens.
+    shape: (rows, capacity) of the buffers, which grow as samples do.
+    """
+
+    def __init__(self, page_size: int, windowed: bool):
+        self.page_size = page_size
+        self.windowed = windowed
+        self.shape = (0, 0)
+        self.held: dict[int, Held] = {}
+
+    def prepare(self, samples: list[Sample], rows: int, steps: int) -> Rows:
+        """Return what rows share and what their buffers lack, before `steps` decoding steps.
+
+        rows: of the batch, those of padding included.
+        """
+        longest = max(sample.cached for sample in samples) + 1
+        height, width = self.shape
+        if rows > height or longest + steps > width:
+            # new buffers are empty
+            self.shape = max(height, rows), max(width, 2 * (longest + steps))
+            self.held = {}
+        shared, groups = shared_prefixes(samples, self.page_size)
+        # only these hold what their group shares
+        first_rows = {group[0] for group in groups}
+        # (begin, end) of the missing tokens -> rows that miss them
+        missing: dict[tuple[int, int], list[int]] = {}
+        for row, sample in enumerate(samples):
+            begin = 0 if row in first_rows or self.windowed else shared
+            held = self.held.get(row)
+            if (
+                held is None
+                or held.sample is not sample
+                or held.begin > begin
+                or held.end != sample.cached
+            ):
+                held = Held(sample, begin, sample.cached)
+                if begin < sample.cached:
+                    missing.setdefault((begin, sample.cached), []).append(row)
+            self.held[row] = held._replace(end=sample.cached + steps)
+        for row in range(len(samples), rows):
+            # padding rows write there
+            self.held.pop(row, None)
+        to_gather = []
+        for (begin, end), lacking in missing.items():
+            columns = slice(begin // self.page_size, -(-end // self.page_size))
+            pages = torch.tensor([samples[row].pages[columns] for row in lacking])
+            to_gather.append((torch.tensor(lacking), pages, begin, end))
+        return Rows(
+            longest, shared, [(group[0], row_index(group)) for group in groups], to_gather
+        )
 
 
 def shared_prefixes(samples: list[Sample], page_size: int) -> tuple[int, list[list[int]]]:
@@ -142,15 +193,15 @@ def attend_to_rows(
     Returns the output, shaped as q, and its log-sum-exp, fp32 and without head_dim.
     The outputs of the two parts are weighted by their sums of exponentials.
     """
-    shared = 0 if window else step.shared
-    own = slice(shared, step.longest)
+    shared = 0 if window else step.rows.shared
+    own = slice(shared, step.rows.longest)
     bias = step.bias(window, q.dtype)[..., own]
     out, log_sum = attend_with_lse(q, keys[:, :, own], values[:, :, own], attn_mask=bias)
     if not shared:
         return out, log_sum
     common = torch.zeros_like(out)
     sums = torch.full_like(log_sum, -torch.inf)
-    for first, rows in step.groups:
+    for first, rows in step.rows.groups:
         # [1, kv_heads, rows of the group x queries, head_dim]
         queries = q[rows].transpose(0, 1).flatten(1, 2)[None]
         parts = attend_with_lse(

@@ -17,6 +17,15 @@ communicate about schedules, which depend on these calls alone. They agree on to
 their best candidates. Rows are padded to a multiple of the ranks, for sequence parallelism. With
 expert parallelism over the same ranks, tokens travel to the experts and back.
 
+What a model must have (tests/rollout/test_own_gpt.py has one of its own):
+
+    config       a DecoderConfig of its sizes: layers, heads, vocabulary, positions
+    blocks       its layers; each takes its cache as an argument of its forward
+    head_weight  the output matrix, [vocab, hidden]
+    forward(tokens, positions=, head=, cache=)
+                 the first two [1, tokens]. Layer i calls cache[i].attend(q, k, v) in place of causal
+                 attention, all [1, heads, tokens, head_dim]. Returns head(hidden, head_weight, None)
+
 Left out: pipeline parallel, speculative decoding, graphs of steps that wait (`waits_for_device`).
 """
 
@@ -33,7 +42,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import find_ends
 from minitrain.parallel.tensor_decoder import tensor_parallel_size
-from minitrain.rollout.batch import DecodingBatch
+from minitrain.rollout.batch import DecodingBatch, compiled_blocks
 from minitrain.rollout.caches import Caches
 from minitrain.rollout.capacity import check_page_size, page_count, sends_tokens, waits_for_device
 from minitrain.rollout.pages import Pages
@@ -254,12 +263,11 @@ class Sampler:
         self.forget()
         if self.scheduler is None or not self.caches.refresh():
             return
+        # a pool of memory for graphs cannot be used again after its last graph is gone
+        self.graph_pool = self._new_graph_pool()
         for batch in self.batches.values():
             # captured graphs read the dropped constants
-            batch.captured.clear()
-        if self.device.type == "cuda":
-            # a pool of memory for graphs cannot be used again after its last graph is gone
-            self.graph_pool = torch.cuda.graph_pool_handle()
+            batch.drop_graphs(self.graph_pool)
 
     def forget(self) -> None:
         """Empty the prefix cache. Needs an idle sampler."""
@@ -307,8 +315,8 @@ class Sampler:
         entries += [(0, 0, self.caches.null_page, 0)] * (-len(entries) % self.tp)
         # each [tokens]
         tokens, positions, *kv_index = on_device(entries, self.device).T.contiguous()
-        self.caches.step = PromptStep(tuple(kv_index), step_chunks)
-        with self.weights.compiled() if self.compiles_prefill else nullcontext():
+        self.caches.begin(PromptStep(tuple(kv_index), step_chunks))
+        with compiled_blocks(self.model) if self.compiles_prefill else nullcontext():
             self.model(
                 tokens[None],
                 positions=positions[None],
@@ -388,13 +396,27 @@ class Sampler:
         # columns of a block table: a sample's most pages, and the null page for positions beyond
         self.width = min(pages.needed(self.longest - 1), pages.count) + 1
         self.batches: dict[int, DecodingBatch] = {}
-        self.graph_pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self.graph_pool = self._new_graph_pool()
+
+    def _new_graph_pool(self) -> tuple[int, int] | None:
+        """Return memory for CUDA graphs; None where steps cannot be captured."""
+        graphs = self.device.type == "cuda" and not waits_for_device(self.model)
+        return torch.cuda.graph_pool_handle() if graphs else None
 
     def _batch(self, samples: int) -> DecodingBatch:
         """Return the buffers for that many rows, rounded up to a power of two."""
         rows = min(1 << (samples - 1).bit_length(), self.slots)
         rows = -(-rows // self.tp) * self.tp
         if rows not in self.batches:
-            graphs = self.device.type == "cuda" and not waits_for_device(self.model)
-            self.batches[rows] = DecodingBatch(self, rows, graphs)
+            self.batches[rows] = DecodingBatch(
+                self.model,
+                self.weights,
+                self.caches,
+                rows,
+                self.width,
+                self.steps,
+                self.compiles,
+                self.settings.compile,
+                self.graph_pool,
+            )
         return self.batches[rows]

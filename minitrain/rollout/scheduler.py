@@ -74,6 +74,10 @@ class Prefill(CacheEntry):
     def length(self) -> int:
         return len(self.tokens) - 1
 
+    @property
+    def is_done(self) -> bool:
+        return self.cached == self.length
+
 
 @dataclass
 class Schedule:
@@ -134,24 +138,32 @@ class Scheduler:
         self.waiting.append(Prefill(first.prompt, list(samples)))
 
     def schedule(self) -> Schedule:
-        """Choose the next work.
+        """Choose the next work: chunks of prefills, or decoding steps.
 
-        Prefill and decoding alternate, so that long prompts do not hold up running samples.
+        They alternate, so that long prompts do not hold up running samples.
         """
         work = Schedule()
-        if self.waiting:
-            self._start_prefills()
-            # after a prefill it is the turn of the running samples, if there are any
-            if not (self.running and self.last_was_prefill):
-                work.chunks = self._chunks()
+        # prefill: pages for those that wait, as long as there are rows for their samples
+        for prefill in self.waiting[len(self.resident) :]:
+            if self._expected() >= self.rows or not self._start(prefill):
+                break
+        decodes_next = self.running and self.last_was_prefill
+        work.chunks = [] if decodes_next else self._chunks()
         self.last_was_prefill = bool(work.chunks)
-        if not work.chunks:
-            if self.resident:
-                self._admit(work)
-            work.samples = self._grow()
-            # the most tokens that any of them may still produce
-            left = max((sample.limit - 1 - sample.cached for sample in work.samples), default=0)
-            work.steps = min(self.steps, left)
+        if work.chunks:
+            return work
+        # decode: samples of finished prefills join the batch, in order
+        while self.resident and len(self.running) < self.rows and self.resident[0].is_done:
+            self._admit(self.resident[0], work)
+        # pages for the next tokens of all, oldest first; the youngest are preempted if pages run out
+        for sample in sorted(self.running, key=lambda sample: sample.arrival):
+            # one that was preempted itself has no slot any more
+            while sample.slot is not None and not self._grow(sample):
+                self._preempt()
+        work.samples = list(self.running)
+        # the most tokens that any of them may still produce
+        left = max((sample.limit - 1 - sample.cached for sample in work.samples), default=0)
+        work.steps = min(self.steps, left)
         return work
 
     def prefilled(self, prefill: Prefill, tokens: int) -> None:
@@ -191,14 +203,9 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------- prefills
 
-    def _start_prefills(self) -> None:
-        """Give pages to waiting prefills, while there are rows for their samples."""
-        # the resident prefills are the first of `waiting`
-        for prefill in self.waiting[len(self.resident) :]:
-            # rows that will be taken once all resident prefills are done
-            expected = len(self.running) + sum(len(other.samples) for other in self.resident)
-            if expected >= self.rows or not self._start(prefill):
-                return
+    def _expected(self) -> int:
+        """Return how many rows will be taken once all resident prefills are done."""
+        return len(self.running) + sum(len(prefill.samples) for prefill in self.resident)
 
     def _start(self, prefill: Prefill) -> bool:
         """Give pages to a prefill; return False if it must wait.
@@ -265,20 +272,14 @@ class Scheduler:
 
     # -------------------------------------------------------------------------------------------------------- samples
 
-    def _admit(self, work: Schedule) -> None:
-        """Move samples of finished prefills into the batch, in order."""
-        while (
-            self.resident
-            and len(self.running) < self.rows
-            and self.resident[0].cached == self.resident[0].length
-        ):
-            prefill = self.resident[0]
-            sample = prefill.samples.pop(0)
-            # the last sample needs no copy, and without a free page no sample can have one
-            if not prefill.samples or not self._fork(prefill, sample, work):
-                self._take_over(prefill, sample)
-            sample.cached = prefill.length
-            self.running.append(sample)
+    def _admit(self, prefill: Prefill, work: Schedule) -> None:
+        """Move the next sample of a finished prefill into the batch."""
+        sample = prefill.samples.pop(0)
+        # the last sample needs no copy, and without a free page no sample can have one
+        if not prefill.samples or not self._fork(prefill, sample, work):
+            self._take_over(prefill, sample)
+        sample.cached = prefill.length
+        self.running.append(sample)
 
     def _fork(self, prefill: Prefill, sample: Sample, work: Schedule) -> bool:
         """Share the full pages and copy the last one. Return False if no page is left for it."""
@@ -306,22 +307,15 @@ class Scheduler:
         if not prefill.samples:
             self.waiting.remove(prefill)
 
-    def _grow(self) -> list[Sample]:
-        """Allocate pages for the next `steps` tokens of all running samples, oldest first.
-
-        The youngest samples are preempted if pages run out. Return those that run.
-        """
-        for sample in sorted(self.running, key=lambda sample: sample.arrival):
-            # until it has its pages, or has been preempted itself and lost its slot
-            while sample.slot is not None:
-                tokens = min(sample.cached + self.steps, sample.limit - 1)
-                missing = self.pages.needed(tokens) - len(sample.pages)
-                new = self.pages.allocate(missing) if missing > 0 else []
-                if new is not None:
-                    sample.pages += new
-                    break
-                self._preempt()
-        return list(self.running)
+    def _grow(self, sample: Sample) -> bool:
+        """Allocate pages for a sample's next `steps` tokens. Return False if too few are left."""
+        tokens = min(sample.cached + self.steps, sample.limit - 1)
+        missing = self.pages.needed(tokens) - len(sample.pages)
+        new = self.pages.allocate(missing) if missing > 0 else []
+        if new is None:
+            return False
+        sample.pages += new
+        return True
 
     def _preempt(self) -> None:
         """Free the pages of the last resident prefill, or else those of the youngest sample."""

@@ -9,6 +9,7 @@ written: the page in the pool, and the offset in that page, each int64 [tokens].
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,10 +79,29 @@ class PromptStep:
         return self.masks[key]
 
 
+class Rows(NamedTuple):
+    """What decoding steps on the CPU read of row buffers (cpu.py).
+
+    longest: how many keys the longest sample sees, with that of the new token.
+    shared, groups: in each group of rows the first `shared` tokens are the same. A group is
+        (its first row, index of all its rows).
+    to_gather: what the buffers lack, as (rows, int64 [rows, pages], first token, end).
+    """
+
+    longest: int
+    shared: int
+    groups: list[tuple[int, slice | Tensor]]
+    to_gather: list[tuple[Tensor, Tensor, int, int]]
+
+    def after_a_step(self) -> "Rows":
+        """Return what the next step reads: complete buffers, with a token more."""
+        return self._replace(longest=self.longest + 1, to_gather=[])
+
+
 class DecodingStep:
     """What a decoding step reads: one token of each row. A row is a sample, or padding.
 
-    There is one object per `Batch`; `begin` renews it for every forward pass.
+    There is one object per `DecodingBatch`; `begin` renews it for every forward pass.
 
     The tensors are buffers whose addresses stay fixed, so that CUDA graphs can be replayed.
     positions: int64 [rows], each token's index in its sequence.
@@ -89,11 +109,7 @@ class DecodingStep:
     slots: int64 [rows], where each sample's Mamba states are.
     pool_pages: the number of pages of the whole pool.
 
-    On the CPU also (see cpu_attention.py):
-    longest: how many keys the longest sample sees, with that of the new token.
-    shared, groups: in each group of rows the first `shared` tokens are the same. A group is
-        (its first row, index of all its rows).
-    to_gather: what row buffers lack, as (rows, int64 [rows, pages], first token, end).
+    rows: on the CPU, what there is to know of row buffers.
     """
 
     def __init__(
@@ -113,10 +129,7 @@ class DecodingStep:
         self.masks: dict[tuple, PageMask] = {}
         # window -> bias of the current step
         self.biases: dict[int | None, Tensor] = {}
-        self.to_gather: list[tuple[Tensor, Tensor, int, int]] = []
-        self.longest = 0
-        self.shared = 0
-        self.groups: list[tuple[int, slice | Tensor]] = []
+        self.rows: Rows | None = None
 
     def begin(self) -> None:
         """Derive pages, offsets and masks from the positions, before each forward pass.
@@ -146,7 +159,7 @@ class DecodingStep:
         """Return the mask over row buffers, [rows, 1, 1, longest]: 0 for visible keys, else -inf."""
         if window not in self.biases:
             # [longest] and [rows, 1]: positions of keys and queries
-            key = torch.arange(self.longest, device=self.positions.device)
+            key = torch.arange(self.rows.longest, device=self.positions.device)
             query = self.positions[:, None]
             # [rows, longest]
             hidden = key > query

@@ -1,35 +1,82 @@
 """The trainer's weights as the sampler uses them: without what training puts around them.
 
-While `in_use`, blocks run eagerly, or `compiled` in the sampler's own way: the trainer's compiled
-blocks would recompile for the sampler's shapes. Linears with the same input are one product:
+While `in_use`, blocks run as they are, or as compiled.py compiles them: the trainer's compiled ones
+would recompile for the sampler's shapes. Linears with the same input are one product:
 
-    CPU, fp32   Their matrices are packed once per set of weights into oneDNN's own layout. With the
-                few rows of a decoding step this makes products 1.3 to 2.5 times as fast. It costs a
-                second copy of the weights, which `refresh` drops. Small matrices stay as they are:
-                calling oneDNN costs more than their product
+    CPU, fp32   Their matrices are packed once per set of weights (cpu.py). It costs a second copy
+                of the weights, which `refresh` drops
     CUDA        Their matrices are moved side by side, once and for good, and read as one: fewer and
                 larger products, and no copies
+
+Both are variants of a module's class (models/layers.py). Training goes on with the classes that it
+had: they are put back when sampling ends.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import MethodType
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from minitrain.models.cpu import CpuLinear, pack
-from minitrain.models.layers import base_class
+from minitrain.models.layers import base_class, set_variant
+from minitrain.parallel.parts import use_local_tensors
+from minitrain.rollout.cpu import PLAIN_LINEARS, can_pack, pack, packed_linear
 
-# elements below which matrices are not packed: 1 MiB
-MIN_PACKED_ELEMENTS = 1 << 18
-# matrices side by side, in oneDNN's layout if packed; their biases; the rows of each matrix
-Joined = tuple[Tensor, Tensor | None, list[int]]
-# stands for an attribute that a module does not have
-ABSENT = object()
+# stands for the owner of the head's matrix, which may be the embedding
+HEAD = "head"
+
+
+class Joined(NamedTuple):
+    """Matrices side by side, [sum of rows, in], their biases, and how many rows each has.
+
+    packed: the matrices are in the layout of cpu.py.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    rows: list[int]
+    packed: bool = False
+
+
+def multiply(joined: Joined, x: Tensor) -> Sequence[Tensor]:
+    """Return F.linear of x [..., in] with each of the matrices side by side, each [..., out]."""
+    linear = packed_linear if joined.packed else F.linear
+    return linear(x, joined.weight, joined.bias).split(joined.rows, dim=-1)
+
+
+class JoinedLinear(nn.Linear):
+    """A Linear whose matrix is joined to those of all `linears`, which have the same input.
+
+    They are multiplied at once by `project`. x: [..., in]; returns [..., out].
+    """
+
+    linears: tuple[nn.Linear, ...]
+    joined: Joined
+
+    def forward(self, x: Tensor) -> Tensor:
+        # called alone, for the sake of a hook: not for the others, too
+        return multiply(self.joined, x)[0] if len(self.linears) == 1 else super().forward(x)
+
+    def together(self, linears: Sequence[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
+        """Return the outputs [..., out] for x [..., in]; None for other Linears than are joined."""
+        if len(linears) == len(self.linears) and all(map(is_same, linears, self.linears)):
+            return multiply(self.joined, x)
+        return None
+
+
+def is_same(a: object, b: object) -> bool:
+    return a is b
+
+
+@cache
+def uncompiled(kind: type) -> type:
+    """Return the variant of a block's class that runs eagerly, although the trainer compiled it."""
+    # torch has no public switch for the compiled call of one module (2.13)
+    return type(kind.__name__, (kind,), {"_compiled_call_impl": property(lambda self: None)})
 
 
 class SamplerWeights:
@@ -40,18 +87,20 @@ class SamplerWeights:
         device = model.head_weight.device
         # FSDP gathers a layer's weights and frees them
         whole = not isinstance(model, FSDPModule)
-        self.packs = whole and device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.packs = whole and can_pack(device)
         self.joins = whole and can_join(device)
-        # by owner, see `pack`; None: better one by one
+        # by the tuple of Linears, or HEAD; None: better one by one
         self.packed: dict[object, Joined | None] = {}
-        self.groups: dict[nn.Module, list[LinearGroup]] = {}
-        # (module, attribute, value) before `in_use`
-        self.replaced: list[tuple[nn.Module, str, object]] = []
+        # each changed module, with its class before `in_use`
+        self.classes: list[tuple[nn.Module, type]] = []
         self.entered = False
 
     def refresh(self) -> None:
         """Drop packed copies, after the weights have changed."""
         self.packed.clear()
+        if self.entered:
+            self._leave()
+            self._enter()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -61,141 +110,83 @@ class SamplerWeights:
             return
         self.entered = True
         try:
-            # what is created in inference mode cannot be trained, and `join` moves parameters
-            with torch.inference_mode(False):
-                self._enter()
+            self._enter()
             yield
         finally:
-            for module, name, value in reversed(self.replaced):
-                if value is ABSENT:
-                    del module.__dict__[name]
-                else:
-                    module.__dict__[name] = value
-            self.replaced = []
-            # they hold packed copies
-            self.groups = {}
+            self._leave()
             self.entered = False
 
+    # what is created in inference mode cannot be trained, and `join` moves parameters
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _enter(self) -> None:
         for block in self.model.blocks:
-            # the trainer's compiled call has no public switch for one module (torch 2.13)
-            self._replace(block, "_compiled_call_impl", None)
-            grouped = linears_by_input(block) if self.packs or self.joins else []
-            if self.joins:
-                self.packed |= {linears: join(linears) for linears in grouped}
-                grouped = [linears for linears in grouped if self.packed[linears] is not None]
-            self.groups[block] = [LinearGroup(self, linears) for linears in grouped]
-            for group in self.groups[block]:
-                for number, linear in enumerate(group.linears):
-                    self._replace(linear, "group", group)
-                    self._replace(linear, "number", number)
-                    # adapters have a `forward` of their own around `product`
-                    name = "product" if hasattr(linear, "lora_A") else "forward"
-                    # a method: the compiler would make a graph for each closure
-                    self._replace(linear, name, MethodType(forward_in_group, linear))
+            self.classes.append((block, type(block)))
+            block.__class__ = uncompiled(type(block))
+            for linears in linears_by_input(block) if self.packs or self.joins else []:
+                if self.joins:
+                    self.packed[linears] = join(linears)
+                elif linears not in self.packed:
+                    for linear in linears:
+                        # tensor-parallel ones multiply by these
+                        use_local_tensors(linear, ())
+                    weights = [linear.weight for linear in linears]
+                    biases = [linear.bias for linear in linears]
+                    self.packed[linears] = join_packed(weights, biases)
+                joined = self.packed[linears]
+                for linear in linears if joined is not None else ():
+                    self.classes.append((linear, type(linear)))
+                    set_variant(linear, JoinedLinear)
+                    linear.linears = linears
+                    linear.joined = joined
 
-    def _replace(self, module: nn.Module, name: str, value: object) -> None:
-        self.replaced.append((module, name, module.__dict__.get(name, ABSENT)))
-        module.__dict__[name] = value
+    def _leave(self) -> None:
+        for module, kind in reversed(self.classes):
+            module.__class__ = kind
+            for name in JoinedLinear.__annotations__:
+                module.__dict__.pop(name, None)
+        self.classes.clear()
 
-    @contextmanager
-    def compiled(self) -> Iterator[None]:
-        """Run blocks as compiled by rollout/compiled.py. Only while `in_use`."""
-        from minitrain.rollout.compiled import run_block  # takes seconds to import
-
-        try:
-            for block in self.model.blocks:
-                block.forward = partial(run_block, block, self.groups[block])
-            yield
-        finally:
-            for block in self.model.blocks:
-                del block.forward
-
-    def pack(self, owner: object, parameters: Callable) -> Joined | None:
-        """Return `owner`'s matrices side by side, packed at first use; None if they are not.
-
-        parameters: returns (weight [out, in], bias [out]) of each, all with biases or none.
-        """
-        if self.packs and owner not in self.packed:
-            weights, biases = zip(*parameters(), strict=True)
-            small = sum(weight.numel() for weight in weights) < MIN_PACKED_ELEMENTS
-            if small or any(w.device.type != "cpu" or w.dtype != torch.float32 for w in weights):
-                self.packed[owner] = None
-            else:
-                bias = None if biases[0] is None else torch.cat(biases)
-                self.packed[owner] = (
-                    pack(torch.cat(weights)),
-                    bias,
-                    [len(weight) for weight in weights],
-                )
-        return self.packed.get(owner)
-
-
-def multiply(joined: Joined, x: Tensor, packed: bool = True) -> Sequence[Tensor]:
-    """Return F.linear of x [..., in] with each of the matrices side by side, each [..., out]."""
-    weight, bias, rows = joined
-    linear = torch.ops.minitrain.cpu_linear if packed else F.linear
-    return linear(x, weight, bias).split(rows, dim=-1)
-
-
-class LinearGroup:
-    """Linears with the same input, called in this order: the first call computes all products."""
-
-    def __init__(self, weights: SamplerWeights, linears: tuple[nn.Linear, ...]):
-        self.weights = weights
-        self.linears = linears
-        # without adapters
-        self.forwards = [partial(base_class(linear).forward, linear) for linear in linears]
-        self.x = None
-        self.outs = None
-        self.joined = None
-
-    def parameters(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the current (weight [out, in], bias [out]) of each: tensor parallelism replaces them."""
-        return [(linear.weight, linear.bias) for linear in self.linears]
-
-
-def forward_in_group(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Return this Linear's output, [..., out], from its group's products. x: [..., in]."""
-    group = linear.group
-    if x is not group.x:
-        group.x = x
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            group.joined = group.weights.pack(group.linears, group.parameters)
-        if group.joined is not None:
-            group.outs = multiply(group.joined, x, group.weights.packs)
-        elif compiling:
-            group.outs = [F.linear(x, weight, bias) for weight, bias in group.parameters()]
-        else:
-            # each as it trains
-            group.outs = [forward(x) for forward in group.forwards]
-    out = group.outs[linear.number]
-    if linear.number == len(group.linears) - 1:
-        group.x = None
-        group.outs = None
-    return out
+    def multiply_head(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return logits [rows, vocab] of hidden [rows, hidden]. weight: the head's, on this rank."""
+        if self.packs and HEAD not in self.packed:
+            self.packed[HEAD] = join_packed([weight], [None])
+        joined = self.packed.get(HEAD)
+        return F.linear(hidden, weight) if joined is None else multiply(joined, hidden)[0]
 
 
 def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
-    """Return all Linears of `block` that only multiply, those with the same input together."""
+    """Return all Linears of `block` that only multiply, those with the same input together.
+
+    These are what a module names in `same_input`, and passes to `project` in this order. Adapters
+    are around single Linears.
+    """
     # a dict keeps their order
     plain = {
         module: None
         for module in block.modules()
-        if base_class(module) in (nn.Linear, CpuLinear) and "forward" not in module.__dict__
+        if base_class(module) in PLAIN_LINEARS and "forward" not in module.__dict__
     }
     groups = []
     for module in block.modules():
         linears = tuple(getattr(module, name, None) for name in getattr(module, "same_input", ()))
-        if linears and all(linear in plain for linear in linears):
+        if linears and all(x in plain and not hasattr(x, "lora_A") for x in linears):
             groups.append(linears)
             for linear in linears:
                 del plain[linear]
     return groups + [(linear,) for linear in plain]
 
 
-# ---------------------------------------------------------------------------------------------------------------- CUDA
+def join_packed(weights: list[Tensor], biases: list[Tensor | None]) -> Joined | None:
+    """Pack matrices [out, in] with the biases [out] that all or none of them have."""
+    packed = pack(weights)
+    if packed is None:
+        return None
+    bias = None if biases[0] is None else torch.cat(biases)
+    return Joined(packed, bias, [len(weight) for weight in weights], packed=True)
+
+
+# --- matrices side by side, on CUDA
 
 
 def can_join(device: torch.device) -> bool:
@@ -203,14 +194,13 @@ def can_join(device: torch.device) -> bool:
 
 
 def join(linears: tuple[nn.Linear, ...]) -> Joined | None:
-    """Move the matrices of several Linears side by side; None if they are adapted or sharded."""
+    """Move the matrices of several Linears side by side; None if they are sharded."""
     weights = [linear.weight for linear in linears]
-    adapted = any(hasattr(linear, "lora_A") for linear in linears)
-    if adapted or len(linears) == 1 or {*map(type, weights)} != {nn.Parameter}:
+    if len(linears) == 1 or {*map(type, weights)} != {nn.Parameter}:
         return None
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else side_by_side(biases)
-    return side_by_side(weights), bias, [len(weight) for weight in weights]
+    return Joined(side_by_side(weights), bias, [len(weight) for weight in weights])
 
 
 def side_by_side(parameters: list[nn.Parameter]) -> Tensor:

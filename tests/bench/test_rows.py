@@ -21,7 +21,7 @@ from minitrain.run.launch import cli
 from minitrain.simulator import simulate
 from minitrain.simulator.fake_world import trace_step
 from minitrain.training.build import make_model
-from tests.helpers.published import ROWS
+from tests.helpers.published import ROWS, SINGLE
 
 REFERENCES = published_rows()
 CONFIG_OF = {reference["id"]: name for name, reference in REFERENCES.items()}
@@ -101,10 +101,6 @@ def test_the_list_has_them_all_in_a_terminals_width():
         _, cell, system, gpus, *_ = (cell.strip() for cell in row.split("|"))
         assert cell == (f"{name} *" if marked else name) and (f"\n* {name}: " in notes) == marked
         assert reference["system"] == f"DGX-{system}" and gpus == str(reference["gpus"])
-
-
-PUBLISHED = Path(__file__).parents[1] / "published"
-SINGLE = yaml.safe_load((PUBLISHED / "one_gpu.yaml").read_text())
 
 
 @pytest.mark.parametrize("model", SINGLE)

@@ -12,16 +12,18 @@ import torch.distributed as dist
 from minitrain import Sampler, SamplingParams
 from minitrain.data.chat.problems import open_problems
 from minitrain.grpo.offload import storages
+from minitrain.grpo.policy_loop import make_sampler_model
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rollouts import RolloutWorker
 from minitrain.grpo.weight_sync import Move, WeightSync, plan, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.shards import local_shard
 from minitrain.rollout import capacity, compiled, weights
+from minitrain.rollout import cpu as cpu_attention
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
-from minitrain.run.tasks.grpo_task import Run, make_sampler_model
+from minitrain.run.tasks.grpo_task import GrpoTask
 from minitrain.run.tasks.rollout_files import read_rollouts
 from minitrain.settings import Rollout
 from minitrain.training.loop import Trainer
@@ -95,7 +97,7 @@ def refit(tree, tp):
             patch.object(weights, "can_join", lambda device: True),
             weights.SamplerWeights(model).in_use(),
         ):
-            joined = [module for module in model.modules() if "group" in module.__dict__]
+            joined = [m for m in model.modules() if isinstance(m, weights.JoinedLinear)]
         assert bool(joined) == (tp == 1)
     moves = [move for bucket in send.buckets for move in bucket if move.source != move.target]
     for scale in (1, 2):  # twice: the plan is made once, the weights change
@@ -225,7 +227,7 @@ def sample_twice(model, after_round=lambda: None, **settings):
         sampler.refresh()
         params = SamplingParams(temperature=0.8, max_tokens=6, n=2)
         with patch.object(
-            weights, "MIN_PACKED_ELEMENTS", 0
+            cpu_attention, "MIN_PACKED_ELEMENTS", 0
         ):  # tiny matrices are multiplied as large ones are
             found += [
                 (each.tokens, each.logprobs) for each in sampler.generate(prompts_of(), params)
@@ -274,12 +276,12 @@ def test_ranks_that_share_a_model_sample_as_one(pool, model, ep):
 
 def collect_counted(tree):
     """A step's groups, and how often the reward function was called on this rank."""
-    whole, answers = Run(configs.from_dict(tree), None), []
+    whole, answers = GrpoTask(configs.from_dict(tree), None), []
     whole.begin()
-    whole.worker.reward = lambda response, answer, row: (
+    whole.loop.worker.reward = lambda response, answer, row: (
         answers.append(answer) or oddness(response, answer, row)
     )
-    groups, _ = whole.collect()
+    groups, _ = whole.loop.collect()
     return groups, len(answers)
 
 
@@ -376,7 +378,7 @@ def test_steps_that_send_tokens_to_experts_are_not_captured(pool, ep, waits):
 def run(tree, folder, steps):
     """A run's numbers by step, the responses that it sampled, and its last weights, for ranks that train."""
     config = configs.from_dict(tree)
-    whole = Run(config, folder)
+    whole = GrpoTask(config, folder)
     if dist.get_rank():  # on some file systems others see what rank 0 has written only later
         whole.rollouts = lambda step: folder / "not yet here"
     first = whole.begin()
@@ -441,7 +443,7 @@ def test_a_run_that_begins_anew_samples_anew(tmp_path):
     """Whatever another run, which had no checkpoint yet, has left in its folder."""
     found = []
     for scale in (0.05, 0.06):
-        begun = Run(
+        begun = GrpoTask(
             configs.from_dict(LAGGING | {"model": MODEL | {"initializer_range": scale}}), tmp_path
         )
         next(begun.steps(begun.begin()))
@@ -502,7 +504,7 @@ def test_the_newest_responses_stay(pool, tmp_path):
 
 
 def what_is_said(tree):
-    whole = Run(configs.from_dict(tree), None)
+    whole = GrpoTask(configs.from_dict(tree), None)
     whole.begin()
     return list(whole.about())
 
@@ -542,7 +544,7 @@ def test_resume_takes_the_problems_that_come_next(pool, tmp_path, lag):
 def run_watched(tree, folder, steps):
     """`run`, and which of the optimizer's, the reference's and the sampler's tensors are there whenever one begins to
     sample, to compute log-probabilities, to train or to save."""
-    runs, held, init = [], [], Run.__init__
+    runs, held, init = [], [], GrpoTask.__init__
 
     def remember(self, *arguments):
         init(self, *arguments)
@@ -550,7 +552,10 @@ def run_watched(tree, folder, steps):
 
     def watched(function):
         def call(*arguments):
-            policy, sampler = runs[0].policy, runs[0].worker.sampler.model.state_dict().values()
+            policy, sampler = (
+                runs[0].policy,
+                runs[0].loop.worker.sampler.model.state_dict().values(),
+            )
             parts = {
                 "states": policy.states(),
                 "reference": policy.reference_weights(),
@@ -567,7 +572,7 @@ def run_watched(tree, folder, steps):
         return call
 
     with (
-        patch.object(Run, "__init__", remember),
+        patch.object(GrpoTask, "__init__", remember),
         patch.object(RolloutWorker, "collect", watched(RolloutWorker.collect)),
         patch.object(PolicyTrainer, "add_log_probs", watched(PolicyTrainer.add_log_probs)),
         patch.object(Trainer, "update", watched(Trainer.update)),

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.examples.shapes import write_png
+from minitrain.grpo import policy_loop
 from minitrain.parallel.agreement import broadcast, broadcast_flag, gather
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.run.checkpoint import fingerprint
@@ -42,8 +43,7 @@ from minitrain.run.monitor import profiling
 from minitrain.run.monitor.metrics_file import to_line
 from minitrain.run.monitor.profiling import recorded_steps
 from minitrain.run.monitor.tensorboard import Board
-from minitrain.run.tasks import exports, train_model
-from minitrain.run.tasks import grpo_task as loop
+from minitrain.run.tasks import exports, grpo_task, train_model
 from minitrain.settings import Lora, Profile
 from minitrain.training.loop import Trainer, global_count
 from minitrain.training.objectives import LanguageModeling
@@ -411,7 +411,7 @@ def train_with_a_reward_that_hangs(folder):
             later(timeout.total_seconds(), [group])
         return group
 
-    launch.set_timeout = loop.set_timeout = later
+    launch.set_timeout = grpo_task.set_timeout = later
     reward = GRPO["grpo"] | {"reward": "tests.faults.test_observability:hang_on_rank_1"}
     train_model.train(
         configs.from_dict(GRPO | {"grpo": reward, "timeout_s": 2.0, "out_dir": str(folder)})
@@ -427,11 +427,18 @@ def test_nobody_waits_longer_for_a_reward_that_hangs(tmp_path):
 
 def begin_with_a_slow_trainer(seconds):
     """Loading weights takes longer than the sampler, on a rank of its own, has patience, and so does warming up."""
-    trainer, warm_up = loop.PolicyTrainer.__init__, loop.PolicyTrainer.warm_up
-    loop.PolicyTrainer.__init__ = lambda *args: (time.sleep(1.5 * seconds), trainer(*args))[1]
-    loop.PolicyTrainer.warm_up = lambda *args: (time.sleep(1.5 * seconds), warm_up(*args))[1]
+    trainer, warm_up = policy_loop.PolicyTrainer.__init__, policy_loop.PolicyTrainer.warm_up
+    policy_loop.PolicyTrainer.__init__ = lambda *args: (
+        time.sleep(1.5 * seconds),
+        trainer(*args),
+    )[1]
+    policy_loop.PolicyTrainer.warm_up = lambda *args: (time.sleep(1.5 * seconds), warm_up(*args))[
+        1
+    ]
     apart = GRPO["grpo"] | {"lag": 1, "generation_ranks": 1}
-    loop.Run(configs.from_dict(GRPO | {"grpo": apart, "timeout_s": seconds}), folder=None).begin()
+    grpo_task.GrpoTask(
+        configs.from_dict(GRPO | {"grpo": apart, "timeout_s": seconds}), folder=None
+    ).begin()
 
 
 def test_ranks_that_only_sample_are_patient_while_the_others_begin(tmp_path):

@@ -25,7 +25,7 @@ from minitrain.parallel.shards import to_local
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
-from minitrain.run.tasks.grpo_task import Run
+from minitrain.run.tasks.grpo_task import GrpoTask
 from minitrain.settings import Parallel
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
@@ -187,9 +187,9 @@ def test_evaluation_leaves_no_trace(keep_cache):
         "eval_samples": 2,
     }
     tree = PLAIN | {"grpo": grpo, "rollout": {"max_tokens": 4, "page_size": 4, "pages": 60}}
-    run = Run(configs.from_dict(tree), folder=None)
-    run.evaluate()
-    scheduler = run.worker.sampler.scheduler
+    run = GrpoTask(configs.from_dict(tree), folder=None)
+    run.loop.evaluate()
+    scheduler = run.loop.worker.sampler.scheduler
     assert (scheduler is not None) == keep_cache
     assert scheduler is None or not scheduler.pages.page_of
 
@@ -255,13 +255,13 @@ def test_pipelines_get_the_micro_batches_that_they_need(schedule, counts):
 
 def test_a_stale_sampler_is_caught(tmp_path):
     """The weights move between sampling and training, as if a weight sync had been forgotten."""
-    run = Run(configs.from_dict(PLAIN), tmp_path)
+    run = GrpoTask(configs.from_dict(PLAIN), tmp_path)
     run.begin()
-    groups, _ = run.collect()
+    groups, _ = run.loop.collect()
     fresh = run.policy.learn(groups, step=0)
     assert fresh["token_mult_prob_error"] < 1 + 1e-4 and abs(fresh["generation_kl_error"]) < 1e-6
-    run.update_sampler()
-    groups, _ = run.collect()
+    run.loop.update_sampler()
+    groups, _ = run.loop.collect()
     with torch.no_grad():
         for parameter in run.policy.model.parameters():
             parameter.mul_(1.05)

@@ -20,6 +20,7 @@ from minitrain.data.records import Skips, read_records
 from minitrain.errors import InputError
 from minitrain.examples.reversal import reversals
 from minitrain.grpo import rollouts
+from minitrain.grpo.policy_loop import describe_responses
 from minitrain.grpo.rewards import exact
 from minitrain.grpo.rollouts import (
     RolloutWorker,
@@ -34,8 +35,8 @@ from minitrain.rollout.sampling import Completion
 from minitrain.run.config import load as configs
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.launch.start import start
-from minitrain.run.tasks import grpo_task as loop
-from minitrain.run.tasks.grpo_task import Run
+from minitrain.run.tasks import grpo_task
+from minitrain.run.tasks.grpo_task import GrpoTask
 from minitrain.run.tasks.rollout_files import read_rollouts, write_rollouts
 from tests.helpers.grpo import TREE, made_up_groups
 
@@ -439,7 +440,7 @@ def test_what_is_said_of_a_steps_responses():
     for rollout in itertools.chain(*groups):
         rollout.no_signal, rollout.problems = 0.25, 6
     right, lengths = [1, 0, 0, 1, 0, 1, 0, 0], [1, 6, 3, 8, 4, 1, 6, 3]
-    assert loop.describe_responses(groups) == {
+    assert describe_responses(groups) == {
         "reward": 3 / 8,
         "reward_std": pytest.approx(stdev(right)),
         "no_signal": 0.25,
@@ -530,11 +531,11 @@ def test_rewards_that_raise():
 
 
 def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(loop, "start", None)
+    monkeypatch.setattr(grpo_task, "start", None)
     with pytest.raises(
         InputError, match="grpo.reward='exakt' is not exact, math or package.module:function"
     ):
-        Run(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
+        GrpoTask(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
 
 
 def test_groups_without_signal_are_replaced():
@@ -711,7 +712,7 @@ def test_it_learns(tmp_path):
         "grpo": {"prompts": 8, "group": 8, "reward": f"{__name__}:count_sevens"},
         "rollout": {"max_tokens": 4},
     }
-    run = Run(configs.from_dict(tree), tmp_path)
+    run = GrpoTask(configs.from_dict(tree), tmp_path)
     numbers = list(run.steps(run.begin()))
     assert numbers[0]["reward"] < 0.05 and numbers[-1]["reward"] > 0.8
     assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in numbers)

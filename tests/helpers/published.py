@@ -1,10 +1,9 @@
-"""The published rows, by their ids."""
+"""The published rows, by their ids, and what was published for single GPUs, by model."""
 
 from pathlib import Path
 
 import yaml
 
-ROWS = {
-    row["id"]: row
-    for row in yaml.safe_load((Path(__file__).parents[1] / "published/tables.yaml").read_text())
-}
+PUBLISHED = Path(__file__).parents[1] / "published"
+ROWS = {row["id"]: row for row in yaml.safe_load((PUBLISHED / "tables.yaml").read_text())}
+SINGLE = yaml.safe_load((PUBLISHED / "one_gpu.yaml").read_text())

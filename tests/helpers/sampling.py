@@ -7,7 +7,6 @@ from minitrain.models.zoo import model_config
 from minitrain.rollout import compiled
 from minitrain.rollout.batch import DecodingBatch
 from minitrain.rollout.pages import Pages
-from minitrain.rollout.steps import PromptStep
 
 PROMPT_LENGTHS = (1, 6, 21, 21)
 NEW = 10
@@ -80,19 +79,14 @@ class Counter:
         return graph.forward
 
 
-def compiling_batch(*args) -> DecodingBatch:
-    batch = DecodingBatch(*args)
+def compiling_batch(*args, **named) -> DecodingBatch:
+    batch = DecodingBatch(*args, **named)
     batch.compiles = True
     return batch
 
 
 def as_on_cuda(layer):
-    kind = (
-        compiled.PromptCache
-        if layer and isinstance(layer.caches.step, PromptStep)
-        else compiled.OpaqueCache
-    )
-    return layer and kind(layer)
+    return compiled.OpaqueCache(layer)
 
 
 def kinds_of_layers(config) -> int:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from minitrain.rollout import weights
+from minitrain.rollout import cpu
 
 
 @pytest.fixture
 def pack_everything(monkeypatch):
     """Tiny matrices are multiplied as large ones are."""
-    monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 0)
+    monkeypatch.setattr(cpu, "MIN_PACKED_ELEMENTS", 0)

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
 from minitrain.rollout import caches
+from minitrain.rollout.capacity import check_page_size
+from minitrain.settings import Rollout
 
 PAGE, PAGES, DIM = 128, 8, 16
 POSITIONS, TABLE = torch.tensor([5, 200, 300]), torch.tensor([[6, 0, 0], [1, 2, 0], [3, 4, 5]])
@@ -62,3 +65,20 @@ def test_samples_attend_to_their_pages(monkeypatch, heads, kv_heads, sinks, late
             )
             expected = weights @ values[:, of_head, : 12 if latent else DIM]
             torch.testing.assert_close(out[0, head, row], expected)
+
+
+def test_frequencies_are_those_of_what_is_asked_for():
+    """theta ** (-2i / dim), for two bases and two dims in turn, as a model with local and global layers asks."""
+    owner = caches.Caches(model_config("llama3-8b-tiny"), 2, 16, slots=2)
+    for dim, theta in 2 * [(16, 1e6), (16, 1e4), (8, 1e4)]:
+        expected = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+        found = owner.frequencies(dim, theta, None, torch.device("cpu"))
+        torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_pages_of_the_default_size_are_read_on_cuda():
+    """FlexAttention's tiles are 128 keys: pages of 64 would be refused there, and the CPU takes any."""
+    config = model_config("llama3-8b")
+    check_page_size(Rollout().page_size, config, tp=1)
+    with pytest.raises(InputError, match="page_size=64 must be a multiple of 128 on CUDA"):
+        check_page_size(64, config, tp=1)

@@ -42,7 +42,7 @@ def sampler_graphs(request, monkeypatch):
         monkeypatch.setattr(compiled, "cache_for_compiler", as_on_cuda)
         monkeypatch.setattr(engine.Sampler, "compiles_prefill", True)
     else:
-        monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 0)
+        monkeypatch.setattr(cpu_attention, "MIN_PACKED_ELEMENTS", 0)
     compiled.compiled_forward.cache_clear()
     with torch._dynamo.config.patch(
         fail_on_recompile_limit_hit=True
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_read_once(name, sampler_graphs, monkeypatch):
     for n in (1, 4):
         found = sampler.generate([prompt], SamplingParams(temperature=0, max_tokens=NEW, n=n))
         assert [each.tokens for each in found] == [expected] * n
-        assert sampler.caches.step.shared == (0 if n == 1 else 20)
+        assert sampler.caches.step.rows.shared == (0 if n == 1 else 20)
         theirs = trainer_logprobs(model, prompt, expected)
         for each in found:
             torch.testing.assert_close(torch.tensor(each.logprobs), theirs, atol=1e-5, rtol=0)
@@ -141,11 +141,14 @@ def test_the_trainers_blocks_stay_as_they_are(sampler_graphs):
 
 def test_which_steps_compile():
     """On a GPU, whose place "meta" takes, those that are captured as graphs."""
-    sampler = Sampler(make("qwen3-32b"), settings=Rollout(page_size=4, pages=9))
+    model = make("qwen3-32b")
+    sampler = Sampler(model, settings=Rollout(page_size=4, pages=9))
     sampler.generate([[1]], SamplingParams(max_tokens=1))
     compiling = []
     for device, compile, graphs in product(("cpu", "meta"), (False, True), (False, True)):
-        sampler.device, sampler.compiles = torch.device(device), compile
-        if DecodingBatch(sampler, 2, graphs).compiles:
+        arguments = model.to(device), sampler.weights, sampler.caches
+        pool = (0, 1) if graphs else None
+        batch = DecodingBatch(*arguments, 2, 9, 1, compiles_blocks=compile, graph_pool=pool)
+        if batch.compiles:
             compiling.append((device, compile, graphs))
     assert compiling == [("cpu", True, False), ("cpu", True, True), ("meta", True, True)]

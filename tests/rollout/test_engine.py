@@ -82,7 +82,10 @@ def test_groups_that_read_their_prompt_once(name, monkeypatch):
         if isinstance(step, DecodingStep):
             rows = torch.arange(8)
             seen.add(
-                (step.shared, tuple(tuple(rows[index].tolist()) for _, index in step.groups))
+                (
+                    step.rows.shared,
+                    tuple(tuple(rows[index].tolist()) for _, index in step.rows.groups),
+                )
             )
             if len(samples[4].produced) == NEW // 2:
                 sampler.cancel(samples[4], samples[1])

@@ -13,6 +13,7 @@ from minitrain.models import cpu
 from minitrain.models.layers import project
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.recompute import recompute
+from minitrain.rollout import cpu as cpu_attention
 from minitrain.rollout import weights
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
@@ -49,7 +50,7 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
         places.append([parameter.data_ptr() for parameter in model.parameters()])
     assert places[0] == places[1]  # which CUDA graphs rely on
     attention = model.blocks[0].self_attn
-    linears = [getattr(attention, name) for name in attention.same_input]
+    linears = [getattr(attention, name) for name in getattr(attention, "same_input", ())]
     products = []
     with sampler.weights.in_use(), mock.patch.object(F, "linear", side_effect=F.linear) as linear:
         if name != "deepseek-v3":
@@ -57,6 +58,7 @@ def test_matrices_of_one_input_are_one_product(name, joined, tmp_path):
             products = linear.call_args_list
     assert len(products) == (name != "deepseek-v3")
     assert not any("forward" in linear.__dict__ for linear in linears)
+    assert all(type(linear) is nn.Linear for linear in linears)
     if name != "deepseek-v3":
         seen = []
         hook = attention.k_proj.register_forward_hook(lambda *_: seen.append("a hook of others"))
@@ -136,7 +138,7 @@ def test_other_types_than_fp32_are_not_packed():
 def test_linears_that_are_not_packed_multiply_as_in_training(monkeypatch):
     monkeypatch.setattr(cpu, "FASTER", True)
     monkeypatch.setattr(cpu, "MIN_FLOPS", 1)
-    monkeypatch.setattr(weights, "MIN_PACKED_ELEMENTS", 1 << 40)
+    monkeypatch.setattr(cpu_attention, "MIN_PACKED_ELEMENTS", 1 << 40)
     model, prompts = make("qwen3-32b"), prompts_of((9, 3))
     expected = [uncached(model, prompt, 2) for prompt in prompts]
     cpu.use_cpu_linears(model)

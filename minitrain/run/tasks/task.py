@@ -1,26 +1,12 @@
 """Run a training's steps: save by steps and by time, log, and stop where a signal asks for it.
 
-One loop for all tasks. What differs between them is an object, the task, with
-
-    config, folder         its settings, with the steps that its data make; where its files go
-    files                  the fingerprint of its data
-    first, last            the number of steps that are done, and the numbers of the last of them, as of its checkpoint
-    updates                of the weights in a step
-    about()                lines to begin with
-    steps(first)           runs the steps from `first` on, and yields the numbers of each
-    origin(step)           where the batch of a step comes from
-    finish(numbers, stopping)
-                           adds what is measured on held-out data, where that is due; False if
-                           `stopping`, which it may ask meanwhile, told it to leave that
-    save(numbers), wait()  write the checkpoint of a step; return when it is on disk
-    end()                  exports the model, and yields lines to end with
-    data                   a dataset whose first row shows what a row costs; None for GRPO
-    bytes_per_token        of the text that is trained on, or None
+One loop for all tasks: what differs between them is a `Task`.
 """
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
 
 from minitrain.parallel.agreement import broadcast_flag
 from minitrain.run.launch.watch import until_signal
@@ -28,10 +14,56 @@ from minitrain.run.monitor.flops import step_flops
 from minitrain.run.monitor.health import Health
 from minitrain.run.monitor.meter import Meter
 from minitrain.run.monitor.metrics import MetricsLog
+from minitrain.settings import Config
 from minitrain.training.loop import is_due
+from minitrain.training.packing import Dataset
 
 
-def run_task(task, log: MetricsLog) -> None:
+class Task(Protocol):
+    """What a run does, on this rank: RowsTask (rows_task.py) or GrpoTask (grpo_task.py)."""
+
+    # its settings, with the steps that its data make
+    config: Config
+    # where its files go
+    folder: Path
+    # the fingerprint of its data
+    files: dict[str, str]
+    # the number of steps that are done, and the numbers of the last of them, as of its checkpoint
+    first: int
+    last: dict[str, Any]
+    # of the weights in a step
+    updates: int
+    # its first row shows what a row costs; None for GRPO
+    data: Dataset | None
+    # of the text that is trained on, if it is text
+    bytes_per_token: float | None
+
+    def about(self) -> Iterator[str]:
+        """Yield lines to begin with."""
+
+    def steps(self, first: int) -> Iterator[dict[str, Any]]:
+        """Run the steps from `first` on, and yield the numbers of each."""
+
+    def origin(self, step: int) -> str:
+        """Tell where the batch of a step comes from."""
+
+    def finish(self, numbers: dict[str, Any], stopping: Callable[[], str]) -> bool:
+        """Add what is measured on held-out data, where that is due.
+
+        Returns False if `stopping`, which it may ask meanwhile, told it to leave that.
+        """
+
+    def save(self, numbers: dict[str, Any]) -> None:
+        """Write the checkpoint of a step, whose numbers these are."""
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on disk."""
+
+    def end(self) -> Iterator[str]:
+        """Export the model, and yield lines to end with."""
+
+
+def run_task(task: Task, log: MetricsLog) -> None:
     """Run a task's steps that are left, and export its model at the end.
 
     All ranks call it together.
@@ -52,7 +84,7 @@ def run_task(task, log: MetricsLog) -> None:
         log.end(config, task.first, time.monotonic() - began, meter.about)
 
 
-def run_steps(task, log: MetricsLog, meter: Meter, health: Health) -> bool:
+def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool:
     """Run, check, save and log each of the steps that are left.
 
     Returns False if a signal has stopped the run, True after the last step.

@@ -23,7 +23,7 @@ from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
 from minitrain.run.tasks.rows_task import RowsTask
-from minitrain.run.tasks.task import run_task
+from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
 from minitrain.training.optim import warmup_steps
 
@@ -43,9 +43,9 @@ def train(config: Config) -> None:
         print(opening(config, world_size()), flush=True)
     with locked(folder, leads=rank() == 0), recorded(folder):
         if config.task == "grpo":
-            from minitrain.run.tasks.grpo_task import Run
+            from minitrain.run.tasks.grpo_task import GrpoTask
 
-            task = Run(config, folder)
+            task = GrpoTask(config, folder)
             task.begin()
         else:
             task = RowsTask(config, folder)
@@ -67,7 +67,7 @@ def check_sources(config: Config) -> None:
             check_same_ids(config.data.tokenizer, source, "data.tokenizer=")
 
 
-def open_log(task) -> MetricsLog:
+def open_log(task: Task) -> MetricsLog:
     """Open the log of a run, which goes on after step `task.first`, and tell what is special.
 
     Stores settings as config.yaml and what `check_continuation` compares, which raises InputError

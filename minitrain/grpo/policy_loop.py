@@ -1,0 +1,270 @@
+"""The steps of a GRPO run: sample, reward, train, and bring the new weights to the sampler.
+
+    step k     responses to the step's prompts -> rewards -> advantages -> packed micro-batches ->
+               log-probabilities under the step's first weights and the reference, where needed ->
+               one or several updates -> weight sync
+
+On policy (grpo.lag=0) the responses come from the weights that are trained. One step off (lag=1),
+those of step k + 1 are sampled with the weights that step k begins with; then some ranks can sample
+(grpo.generation_ranks) while the others train, in lockstep: at a step's end responses go one way
+and weights the other. No queue and no threads: a response's age is 1 by construction, and the same
+run in one process gives the same.
+
+All ranks know all responses and compute from them what is cheap; only the model's work is divided.
+What surrounds the steps, checkpoints, files and logs, is run/tasks/grpo_task.py.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+
+from minitrain.grpo.batches import ProblemSet
+from minitrain.grpo.offload import Memory
+from minitrain.grpo.policy_trainer import PolicyTrainer
+from minitrain.grpo.rewards import Reward
+from minitrain.grpo.rollouts import Group, RolloutWorker, most_samples, rewards
+from minitrain.grpo.weight_sync import WeightSync, shards_of
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import empty_model
+from minitrain.parallel.agreement import broadcast, wait_for_all
+from minitrain.parallel.expert import expert_parallel
+from minitrain.parallel.mesh import Meshes
+from minitrain.parallel.pipeline import Pipeline
+from minitrain.parallel.tensor_decoder import tensor_parallel
+from minitrain.rollout.engine import Sampler
+from minitrain.settings import Config
+
+PHASES = ("generation", "logprobs", "training", "refit")
+
+
+class Ranks(NamedTuple):
+    """Which ranks do what; where they are colocated, all do both.
+
+    samplers, everyone: the sampling ranks, and all, on gloo.
+    tp: this rank's and the others of one sampler.
+    """
+
+    training: range
+    sampling: range
+    samplers: ProcessGroup
+    everyone: ProcessGroup
+    tp: DeviceMesh
+
+
+class PolicyLoop:
+    """This rank's part in the steps: `policy`, a PolicyTrainer, and `worker`, a RolloutWorker.
+
+    policy is None on a rank that only samples, worker on one that only trains.
+
+    meshes: of the training ranks. problems, held_out: to train on, and to evaluate on. ends: the
+        tokens that end a response.
+    fill: see `build_model`.
+    record(groups, step): called by all ranks with the responses of a step, before it trains.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        meshes: Meshes,
+        ranks: Ranks,
+        problems: ProblemSet,
+        held_out: ProblemSet | None,
+        tokenizer,
+        ends: tuple[int, ...],
+        reward: Reward,
+        fill: Callable[[Config, Module], None],
+        record: Callable[[list[Group], int], None],
+    ):
+        self.config = config
+        self.problems = problems
+        self.held_out = held_out
+        self.record = record
+        self.everyone = ranks.everyone
+        self.first_sampler = ranks.sampling[0]
+        self.colocated = ranks.training == ranks.sampling
+        # problems, by the steps that have been sampled
+        self.taken = 0
+        # by PHASES, of the current step
+        self.seconds = Counter()
+        # the sampler's memory is the trainer's in between
+        self.frees = self.colocated and not config.grpo.keep_cache
+        rank = dist.get_rank()
+        self.policy = self.worker = None
+        if rank in ranks.training:
+            self.policy = PolicyTrainer(config, meshes, self.phase, fill)
+        # ranks that only sample must not time out while trainers load weights from disk
+        wait_for_all()
+        model, self.weight_sync = self.connect(ranks)
+        if model is not None:
+            replica = ranks.sampling.index(rank) // config.rollout.tp
+            replicas = len(ranks.sampling) // config.rollout.tp
+            samples = most_samples(config, replicas)
+            longest = config.batch.seq_len + 1
+            sampler = Sampler(model, tokenizer, config.rollout, samples, longest)
+            self.worker = RolloutWorker(
+                config, sampler, tokenizer, ends, reward, replica, replicas, ranks.samplers
+            )
+        kept = {}
+        lost = {}
+        # then every rank trains and samples
+        if config.grpo.offload:
+            kept = {"training": self.policy.states, "logprobs": self.policy.reference_weights}
+            if self.weight_sync:
+                lost = {"generation": model.parameters}
+        self.memory = Memory(kept, lost)
+        self.memory.hold("training")
+
+    def connect(self, ranks: Ranks) -> tuple[Decoder | None, WeightSync | None]:
+        """Return the model that this rank samples from, and what brings it the trainer's weights.
+
+        Where a trainer's model is whole on its rank, that is the model, and there is nothing to
+        bring.
+        """
+        if self.colocated and is_whole(self.policy.model) and ranks.tp.size() == 1:
+            return self.policy.model, None
+        samples = dist.get_rank() in ranks.sampling
+        model = make_sampler_model(self.config, ranks.tp) if samples else None
+        source = self.policy.weights if self.policy else dict
+        return model, WeightSync(
+            source, partial(shards_of, model) if samples else dict, self.everyone
+        )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Hold the memory that one of PHASES needs, and book the time spent here under it."""
+        began = time.perf_counter()
+        self.memory.hold("generation" if name == "refit" else name)
+        yield
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.seconds[name] += time.perf_counter() - began
+
+    def begin(self, taken: int) -> None:
+        """Begin with the weights as they are. taken: problems, by the steps that are done."""
+        self.taken = taken
+        self.update_sampler()
+
+    def steps(self, first: int, coming: list[Group] | None = None) -> Iterator[dict[str, Any]]:
+        """Run the steps from `first` on, yielding the numbers of each, for the log.
+
+        coming: the responses for the first of them, where they are sampled already.
+        """
+        config = self.config
+        lag = config.grpo.lag
+        began = time.perf_counter()
+        if coming:
+            self.taken = coming[0][0].problems
+        for step in range(first, config.steps):
+            # is the next step sampled while this one trains?
+            ahead = lag and step + 1 < config.steps
+            groups = coming or self.share(self.collect(), step)
+            sampled = self.collect() if ahead else None
+            learned = self.policy.learn(groups, step) if self.policy else {}
+            coming = self.share(sampled, step + 1) if ahead else None
+            self.update_sampler()
+            # also to ranks that only sample: all judge alike how it went
+            learned = self.tell(learned, 0)
+            timing = self.timing(groups, time.perf_counter() - began)
+            yield {"step": step + 1} | learned | describe_responses(groups) | timing
+            began = time.perf_counter()
+
+    def collect(self) -> tuple[list[Group], float] | None:
+        """Return the next step's groups and their seconds; nothing on a rank that only trains."""
+        if not self.worker:
+            return None
+        with self.phase("generation"):
+            groups = self.worker.collect(self.problems, self.taken)
+            self.taken = groups[0][0].problems
+            if self.frees:
+                self.worker.sampler.free()
+        return groups, self.seconds["generation"]
+
+    def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
+        """Share what was collected for `step` with all ranks, and record it."""
+        with self.phase("refit"):
+            groups, self.seconds["generation"] = self.tell(collected, self.first_sampler)
+            self.record(groups, step)
+        return groups
+
+    def tell(self, value: Any, source: int) -> Any:
+        """Return rank `source`'s value on all ranks; where they are colocated each has it."""
+        return value if self.colocated else broadcast(value, source, self.everyone)
+
+    def update_sampler(self) -> None:
+        with self.phase("refit"):
+            if self.weight_sync:
+                self.weight_sync()
+            if self.worker:
+                self.worker.sampler.refresh()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return val_greedy and val_pass@k on held-out problems, or those that are trained on."""
+        numbers = {}
+        if self.worker:
+            count = self.config.validation.batches * self.config.grpo.prompts
+            found = self.worker.evaluate(self.held_out or self.problems, count)
+            numbers = {f"val_{name}": value for name, value in found.items()}
+            # as a run finds it that resumes here
+            sampler = self.worker.sampler
+            sampler.free() if self.frees else sampler.forget()
+        return self.tell(numbers, self.first_sampler)
+
+    def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
+        """Return seconds of the step and its phases, and tokens, those of prompts and responses."""
+        tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
+        phases = {f"{name}_s": self.seconds[name] for name in PHASES}
+        self.seconds.clear()
+        return phases | {
+            "step_time_s": seconds,
+            "step_tokens": tokens,
+            "tokens_per_sec": tokens / seconds,
+        }
+
+
+def describe_responses(groups: list[Group]) -> dict[str, float]:
+    """Return what can be said of a step's responses without a model."""
+    values = rewards(groups)
+    rollouts = list(chain(*groups))
+    lengths = [len(rollout.response) for rollout in rollouts]
+    return {
+        "reward": values.mean().item(),
+        "reward_std": values.std().item(),
+        "no_signal": groups[0][0].no_signal,
+        "problems": groups[0][0].problems,
+        "length": sum(lengths) / len(lengths),
+        "longest": max(lengths),
+        "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+    }
+
+
+def is_whole(model: Decoder | Pipeline) -> bool:
+    """Return True if all parameters are on this rank, and not sharded or in stages."""
+    return not isinstance(model, Pipeline) and not any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:
+    """Make a model to sample from, without values, split over the ranks of `tp`.
+
+    It is in the type that the trainer computes in. With rollout.ep its experts are split as a
+    whole, and tokens travel to them.
+    """
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    model = empty_model(config.model.config).to(dtype)
+    if config.rollout.ep > 1:
+        expert_parallel(model, tp)
+    if tp.size() > 1:
+        tensor_parallel(model, tp)
+    return model.to_empty(device=tp.device_type).requires_grad_(False)
