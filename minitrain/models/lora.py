@@ -262,16 +262,27 @@ def adapted_linears(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
         outputs = list(outputs)
     else:
         inner = F.linear(dropout(lora, x, "pre"), a)
-        outputs = [
-            linear.product(x) if isinstance(linear, LoraLinear) else linear(x)
-            for linear in linears
-        ]
+        outputs = products(linears, x)
     # x A^T of each adapted Linear, [..., rank]
     inner = dict(zip(adapted, inner.split(lora.rank, dim=-1), strict=True))
     for i, linear in enumerate(linears):
         if linear in inner:
             outputs[i] = outputs[i] + low_rank_update(linear, inner[linear])
     return outputs
+
+
+def products(linears: list[nn.Linear], x: Tensor) -> list[Tensor]:
+    """Return x W^T + bias, [..., out], of Linears, some of them adapted, without the adapters.
+
+    The variant inside computes all at once, if it has `products` that does not return None.
+    """
+    inside = base_class(linears[0])
+    outputs = inside.products(linears, x) if hasattr(inside, "products") else None
+    if outputs is not None:
+        return list(outputs)
+    return [
+        linear.product(x) if isinstance(linear, LoraLinear) else linear(x) for linear in linears
+    ]
 
 
 def is_frozen(linear: nn.Linear) -> bool:

@@ -61,10 +61,21 @@ class JoinedLinear(nn.Linear):
         # called alone, for the sake of a hook: not for the others, too
         return multiply(self.joined, x)[0] if len(self.linears) == 1 else super().forward(x)
 
-    def together(self, linears: Sequence[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
-        """Return the outputs [..., out] for x [..., in]; None for other Linears than are joined."""
-        if len(linears) == len(self.linears) and all(map(is_same, linears, self.linears)):
-            return multiply(self.joined, x)
+    @staticmethod
+    def together(linears: Sequence[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
+        """Return the outputs [..., out] for x [..., in]; None if adapters add to some of them."""
+        plain = all(type(linear) is JoinedLinear for linear in linears)
+        return JoinedLinear.products(linears, x) if plain else None
+
+    @staticmethod
+    def products(linears: Sequence[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
+        """Return what the matrices make of x [..., in], each [..., out]; None if others are joined.
+
+        Adapters (models/lora.py) are added to it.
+        """
+        first = linears[0]
+        if len(linears) == len(first.linears) and all(map(is_same, linears, first.linears)):
+            return multiply(first.joined, x)
         return None
 
 
@@ -158,8 +169,7 @@ class SamplerWeights:
 def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
     """Return all Linears of `block` that only multiply, those with the same input together.
 
-    These are what a module names in `same_input`, and passes to `project` in this order. Adapters
-    are around single Linears.
+    These are what a module names in `same_input`, and passes to `project` in this order.
     """
     # a dict keeps their order
     plain = {
@@ -170,7 +180,7 @@ def linears_by_input(block: nn.Module) -> list[tuple[nn.Linear, ...]]:
     groups = []
     for module in block.modules():
         linears = tuple(getattr(module, name, None) for name in getattr(module, "same_input", ()))
-        if linears and all(x in plain and not hasattr(x, "lora_A") for x in linears):
+        if linears and all(linear in plain for linear in linears):
             groups.append(linears)
             for linear in linears:
                 del plain[linear]
@@ -194,9 +204,10 @@ def can_join(device: torch.device) -> bool:
 
 
 def join(linears: tuple[nn.Linear, ...]) -> Joined | None:
-    """Move the matrices of several Linears side by side; None if they are sharded."""
+    """Move the matrices of several Linears side by side; None if they are adapted or sharded."""
     weights = [linear.weight for linear in linears]
-    if len(linears) == 1 or {*map(type, weights)} != {nn.Parameter}:
+    adapted = any(hasattr(linear, "lora_A") for linear in linears)
+    if adapted or len(linears) == 1 or {*map(type, weights)} != {nn.Parameter}:
         return None
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else side_by_side(biases)
