@@ -1,11 +1,17 @@
-"""`pytest --of FILE`, and all that was found: here, since pytest reads this before all others."""
+"""What must be said before other files are read: `--of FILE`, all that was found, no search for garbage.
 
+What the imports of all tests leave is no garbage, and looking for it there takes a third of their time, and a sixth of
+that of the tests.
+"""
+
+import gc
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.imports import COLLECTED, files_wanted, reached_by
 
+gc.disable()
 WANTED = pytest.StashKey[set[Path]]()
 
 
@@ -31,3 +37,8 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED] = [item.nodeid for item in items]
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()

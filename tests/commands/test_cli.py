@@ -256,8 +256,6 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 PRINTING = """
 from minitrain.run.launch import cli
-from minitrain.run.tasks import train_model
-from minitrain.run.config.load import load
 def main(arguments):
     for i in range(20_000):
         print("line", i)

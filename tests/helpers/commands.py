@@ -1,6 +1,5 @@
 """The project's command lines, as a user types them, without waiting for Python to import torch each time."""
 
-import gc
 import os
 import runpy
 import subprocess
@@ -33,7 +32,6 @@ def command(*words, timeout: float = 300, **environment: str) -> subprocess.Comp
 
 def become(words: list[str], outputs: list[Path], environment: dict[str, str]) -> None:
     """Be the python that was started with `words`; on a machine whose rates it measures roughly, but at once."""
-    gc.freeze()
     hardware.RUN = 0.01
     for number, output in enumerate(outputs, 1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)

@@ -40,22 +40,7 @@ PATIENCE = 300.0  # seconds for a run, and for a rank to wait for others in a co
 RUNS = 4  # before a new process group: those of old meshes keep threads and sockets
 LIFE = 40  # runs before new workers: compiled code may hold groups for ever
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        "tests.helpers.oracle",
-        "tests.helpers.grpo",
-        "minitrain.train",
-        "minitrain.commands.bench",
-        # what that imports once it knows its mode
-        "minitrain.bench.measure_sampling",
-        "minitrain.bench.shrink",
-        "minitrain.simulator.predict",
-        "torch._dynamo.backends.common",
-        "torch._inductor.lowering",
-        "torch.distributed.checkpoint",
-        "transformers",
-    ]
-)
+SERVER.set_forkserver_preload(["tests.helpers.server"])
 
 
 class RankFailure(AssertionError):
@@ -194,7 +179,6 @@ def stack_of(worker: Worker) -> str:
 
 def work(rank: int, connection: Connection, stacks: Path) -> None:
     """The life of a worker process: answer tasks until an empty one comes."""
-    gc.freeze()  # what the server has imported is no garbage: looking for it there takes a tenth of all time
     torch.set_num_threads(1)
     share_gloo_threads()
     faulthandler.register(signal.SIGUSR1, stacks.open("w"))
