@@ -226,14 +226,23 @@ def joined(tree, most):
     )
 
 
+SMALL = {
+    "vocab_size": 64,
+    "num_layers": 1,
+}  # each layer is cut as the first: there are hundreds of pieces
+
+
 @pytest.mark.parametrize("most", [1 << 30, 5000, 1])
 @pytest.mark.parametrize(
     "tree",
     [
-        {"model": MODEL | {"vocab_size": 126, "intermediate_size": 50}},
-        {"model": MODEL, "parallel": {"tp": 2}},
-        {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2, "tp": 2}},
-        {"model": "deepseek-v3-tiny", "parallel": {"ep": 2}},
+        {"model": MODEL | SMALL | {"vocab_size": 62, "intermediate_size": 50}},
+        {"model": MODEL | SMALL, "parallel": {"tp": 2}},
+        {"model": SMALL | {"name": "qwen3-30b-a3b-tiny"}, "parallel": {"ep": 2, "tp": 2}},
+        {
+            "model": {"name": "deepseek-v3-tiny", "vocab_size": 64, "num_layers": 2},
+            "parallel": {"ep": 2},
+        },
     ],
     ids=["uneven", "tp", "ep x tp", "ep"],
 )

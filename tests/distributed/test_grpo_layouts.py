@@ -402,6 +402,7 @@ LAGGING = TREE | {
     "grpo": {
         "prompts": 4,
         "group": 4,
+        "mock_digits": 2,
         "lag": 1,
         "importance": "truncate",
         "reward": f"{__name__}:oddness",

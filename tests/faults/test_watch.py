@@ -18,7 +18,7 @@ from minitrain.run.config import load as configs
 from minitrain.run.launch import watch
 from minitrain.run.launch.start import start
 from minitrain.run.launch.watch import Watch, until_signal
-from tests.helpers.processes import LIMIT, Ranks
+from tests.helpers.processes import LIMIT, Ranks, default_signals
 
 TREE = {"batch": {"global": 3, "micro": 1}, "device": "cpu"}
 
@@ -172,6 +172,16 @@ def test_ranks_without_torchrun_end(tmp_path):
     assert line.startswith("error: torchrun is gone; ")
 
 
+@pytest.fixture
+def heeded():
+    """Signals that whoever started the tests has let them ignore, as nohup does."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    default_signals()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def stops(*sent: int) -> list[str]:
     """After which of three steps a run is to stop, and why, if these signals come after the first."""
     found = []
@@ -184,7 +194,7 @@ def stops(*sent: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
-def test_a_signal_stops_the_run_that_got_it_and_none_that_follows(name):
+def test_a_signal_stops_the_run_that_got_it_and_none_that_follows(heeded, name):
     start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
     number = signal.Signals[name]
     before = signal.getsignal(number)
@@ -204,7 +214,7 @@ def test_what_was_ignored_stays_ignored(monkeypatch):
             signal.signal(number, before)
 
 
-def test_torchruns_echo_of_the_first_interrupt_is_no_second_one(monkeypatch):
+def test_torchruns_echo_of_the_first_interrupt_is_no_second_one(heeded, monkeypatch):
     start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     assert stops(signal.SIGINT, signal.SIGINT) == ["", "SIGINT", "SIGINT"]

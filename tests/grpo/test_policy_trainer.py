@@ -33,7 +33,7 @@ from tests.helpers.grpo import TREE, made_up_groups
 from tests.helpers.oracle import check_close, snapshot
 
 PLAIN = TREE | {
-    "grpo": {"prompts": 4, "group": 4, "clip_low": 0.05, "clip_high": 0.1},
+    "grpo": {"prompts": 4, "group": 4, "mock_digits": 2, "clip_low": 0.05, "clip_high": 0.1},
     "rollout": TREE["rollout"] | {"temperature": 0.8},
 }
 

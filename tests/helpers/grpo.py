@@ -14,6 +14,7 @@ TREE = {
     "grpo": {
         "prompts": 4,
         "group": 4,
+        "mock_digits": 2,  # a hundred problems, which every rank of every run renders
         "clip_low": 0.05,
         "clip_high": 0.1,
         "kl": 0.1,

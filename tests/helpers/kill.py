@@ -36,6 +36,7 @@ GRPO = {
     "grpo": {
         "prompts": 4,
         "group": 4,
+        "mock_digits": 2,
         "lag": 1,
         "kl": 0.1,
         "importance": "truncate",

@@ -165,7 +165,13 @@ def learn(tree: dict) -> tuple:
 
 @pytest.fixture(scope="module")
 def one_process(pool):
-    return {str(dpo): pool.run(1, learn, TREE | {"dpo": dpo})[0] for dpo in SETTINGS[:2]}
+    return {str(dpo): pool.run(1, learn, tree_of(dpo))[0] for dpo in SETTINGS[:2]}
+
+
+def tree_of(dpo: dict) -> dict:
+    """IPO's squares run away at the rate of the others, to 2e10 in two steps, and roundings with them."""
+    rate = {"optim": TREE["optim"] | {"lr": 0.01}} if dpo.get("loss") == "ipo" else {}
+    return TREE | {"dpo": dpo} | rate
 
 
 MOE = {"name": "mixtral-8x7b-tiny", "vocab_size": 258, "num_layers": 2, "initializer_range": 0.05}
@@ -184,7 +190,7 @@ MOE = {"name": "mixtral-8x7b-tiny", "vocab_size": 258, "num_layers": 2, "initial
     ids=str,
 )
 def test_every_layout_learns_as_one_process(pool, one_process, parallel, dpo):
-    compare(pool, one_process[str(dpo)], TREE | {"dpo": dpo, "parallel": parallel})
+    compare(pool, one_process[str(dpo)], tree_of(dpo) | {"parallel": parallel})
 
 
 def test_experts(pool):

@@ -7,6 +7,7 @@ bytes each. Only if these differ do they exchange all entries, to say which one 
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,12 @@ def difference(rank: int, first: dict[str, Any], own: dict[str, Any]) -> str:
     return f"rank {rank} differs from rank 0 in {name}: {ours}, not {theirs} (all ranks must have the same)"
 
 
+@cache
 def code_digests() -> dict[str, str]:
-    """Return a digest of each source file of this package, by its path, and torch's version."""
+    """Return a digest of each source file of this package, by its path, and torch's version.
+
+    A process reads them once: what it runs does not change with its files.
+    """
     package = Path(__file__).parents[2]
     digests = {"torch": torch.__version__}
     for file in sorted(package.rglob("*.py")):
