@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -32,8 +32,14 @@ END_OF_STREAM = ARROW_STREAM + bytes(4)
 PIECE = 1 << 20
 # where a text may be cut: behind a line, best if no other space is there
 CUTS = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n(?=\S)")
-# an array that ends before another line: lines of arrays, not one over all lines
-ADJOINING = re.compile(rb"\][ \t\r]*\n\s*[\[{]")
+# a value that ends before another line: lines of values, not one over all lines
+ADJOINING = re.compile(rb"[\]}][ \t\r]*\n\s*[\[{]")
+# names of files that hold objects in any case, and of those that may
+RECORDS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
+LINES = (*RECORDS, ".ndjson", ".ndjson.gz")
+JSON = (".json", ".json.gz")
+# bytes of JSON that are looked at
+LOOKED_AT = 1 << 24
 # of objects, or of nothing
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|\]|$)")
 
@@ -173,6 +179,35 @@ def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]
                 raise InputError(f"{file} is empty")
         except InputError as error:
             skips.refuse(error)
+
+
+def holds_records(file: Path, keys: Sequence[str]) -> bool:
+    """Return True if a file is a table, lines of JSON objects, or an array of them.
+
+    Its first bytes decide. One object alone may be the settings of any program, a text: it counts
+    if it has one of `keys`, and so does JSON in a file that is not named so.
+    """
+    if file.name.endswith(LINES):
+        return True
+    with readable(file):
+        head = read_head(file)
+        if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
+            return True
+        try:
+            with gzip.open(file) if head.startswith(GZIP) else open(file, "rb") as raw:
+                begin = raw.peek(4096)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
+                whole = raw.read(LOOKED_AT) if begin.startswith((b"{", b"[")) else b""
+        except (EOFError, zlib.error):
+            return False
+    named = file.name.endswith(JSON)
+    if begin.startswith(b"[") or not whole:
+        return named and re.match(rb"\[\s*\{", begin) is not None
+    several = ADJOINING.search(whole)
+    try:
+        first = _parse_json(whole[: several.start() + 1] if several else whole)
+    except InputError:
+        return named and several is not None
+    return (named and several is not None) or any(key in first for key in keys)
 
 
 def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
