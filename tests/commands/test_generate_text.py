@@ -67,6 +67,53 @@ def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name)
     assert written == [line for line in expected for _ in range(2)]
 
 
+CHAT_LINES = [
+    ({"prompt": "hi", "system": "be", "id": 7}, "be\nhi\n"),
+    ({"question": "hi", "context": "c"}, "hi\nc\n"),
+    (
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]},
+        "hi\n",
+    ),
+    (
+        {"prompt": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]},
+        "be\nhi\n",
+    ),
+    ({"conversations": [{"from": "human", "value": "hi"}]}, "hi\n"),
+]
+
+
+@pytest.mark.parametrize("form", ["a.jsonl", "a.json"])
+def test_lines_of_prompts_are_chats_as_in_training(folder, tmp_path, capsys, form):
+    """With all that they show beside the question; what belongs to a line is in its answer's."""
+    lines = [line for line, _ in CHAT_LINES]
+    text = json.dumps(lines) if form == "a.json" else "\n".join(map(json.dumps, lines))
+    (tmp_path / form).write_text(text)
+    words = ["--model", str(folder), "--prompts", str(tmp_path / form), *WORDS]
+    generate.main([*words, "--chat"])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found == [line | {"text": replies(folder, asked)} for line, asked in CHAT_LINES]
+    with pytest.raises(InputError, match=f"{form}.*1?.?: 'system' is of a chat .add --chat"):
+        generate.main(words)
+
+
+@pytest.mark.parametrize(
+    "line, words, message",
+    [
+        ({"tools": [{"name": "f"}]}, ["--chat"], "'tools' is not supported by data.template"),
+        ({"tools": [{"name": "f"}]}, [], r"'tools' is of a chat \(add --chat\)"),
+        ({"chat_template_kwargs": {"x": 1}}, ["--chat"], "'x' is not supported by data.template"),
+        ({"images": ["a.png"]}, ["--chat"], "'images' is not supported"),
+        ({"images": ["a.png"]}, [], "'images' is not supported"),
+        ({"context": "c"}, [], "'context' is not supported"),
+        ({"system": "be"}, ["--chat", "--system", "not"], "say different things"),
+    ],
+)
+def test_what_a_line_of_prompts_would_lose_is_refused(folder, tmp_path, line, words, message):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "hi"} | line))
+    with pytest.raises(InputError, match=f"a.jsonl:1: .*{message}"):
+        generate.main(["--model", str(folder), "--prompts", str(tmp_path / "a.jsonl"), *words])
+
+
 def test_lines_of_a_file_of_prompts_end_where_editors_end_them(folder, tmp_path, capsys):
     """Not at other separators, which belong to a line; blank lines are no prompts."""
     file = tmp_path / "prompts.txt"

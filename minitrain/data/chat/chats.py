@@ -120,6 +120,8 @@ THOUGHTS = (
     "chain_of_thought",
     "cot",
 )
+# of what a template is shown beside the messages
+SHOWN = ("tools", "documents", "enable_thinking", "chat_template_kwargs")
 # of a tool call: OpenAI's, then what Llama 3 writes, LangChain's, and Anthropic's
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 # Keys of what templates and other trainers show to the model or have it say, and is not read here.
@@ -233,7 +235,7 @@ def read_shown(record: dict) -> dict:
     tools, documents: lists of objects. enable_thinking: a variable that verl reads there.
     chat_template_kwargs: variables by name. Raises InputError for anything else.
     """
-    shown = {key: record.get(key) for key in ("tools", "documents", "enable_thinking")}
+    shown = {key: record.get(key) for key in SHOWN[:3]}
     more = read_value(record, "chat_template_kwargs", dict) or {}
     shown = {key: value for key, value in (shown | more).items() if value is not None}
     for key in shown.keys() & {"tools", "documents"}:
