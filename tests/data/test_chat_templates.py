@@ -542,7 +542,7 @@ def test_arguments_of_another_name_are_those_of_the_call(qwens, call):
         ({"name": "add", "args": {"a": 2}, "input": {"a": 3}}, "two different sets of arguments"),
         ({"name": "add", "args": [2]}, "'args' must be a dict, not list"),
         ({"name": "add", "args": "a=2"}, "'args' is a text that is not valid JSON"),
-        (5, "'tool_calls' must be a list of objects, not of int"),
+        (5, "'tool_calls' is not supported with 5 in it"),
     ],
 )
 def test_calls_whose_arguments_would_be_lost_are_refused(call, message):

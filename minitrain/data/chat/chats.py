@@ -9,6 +9,7 @@ as it does in transformers.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -252,9 +253,12 @@ def read_objects(record: dict, key: str) -> list[dict]:
     """
     items = []
     for item in read_value(record, key, list) or []:
-        items.append(read_value({key: item}, key, dict) if isinstance(item, str) else item)
-        if not isinstance(items[-1], dict):
-            raise InputError(f"{key!r} must be a list of objects, not of {type(item).__name__}")
+        with suppress(ValueError):
+            item = json.loads(item) if isinstance(item, str) else item
+        if not isinstance(item, dict):
+            told = json.dumps(item, ensure_ascii=False)
+            raise InputError(f"{key!r} is not supported with {told} in it (a list of objects)")
+        items.append(item)
     return items
 
 
