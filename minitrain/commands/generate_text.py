@@ -163,15 +163,27 @@ def write_answers(options: Namespace, lines: list[dict], answers: list[str]) -> 
 
 
 def converse(
-    sampler: Sampler, params: SamplingParams, messages: list[Message], template: ChatTemplate
+    sampler: Sampler, params: SamplingParams, before: Chat, template: ChatTemplate
 ) -> None:
-    """Answer line after line, with all that was said before, to the end of the input (Ctrl-D)."""
+    """Answer line after line, with all that was said before, to the end of the input (Ctrl-D).
+
+    Where that is more than the model has positions for, the conversation begins anew, as is told.
+    """
+    said = before
     with suppress(EOFError):
         while True:
-            messages.append(Message("user", input("> ")))
-            prompt = encode(messages, template, sampler.tokenizer)
-            reply = show(sampler, sampler.submit(prompt, params), "")
-            messages.append(Message("assistant", reply))
+            question = Message("user", input("> "))
+            for chat in ([*said, question], [*before, question]):
+                try:
+                    prompt = encode(chat, template, sampler.tokenizer)
+                    samples = sampler.submit(prompt, params)
+                except InputError as error:
+                    print(f"note: {error}: the conversation begins anew", file=sys.stderr)
+                    said = before
+                else:
+                    reply = show(sampler, samples, "")
+                    said = [*chat, Message("assistant", reply)]
+                    break
 
 
 def show(sampler: Sampler, samples: list[Sample], prompt: str) -> str:

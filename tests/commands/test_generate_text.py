@@ -48,6 +48,24 @@ def test_a_conversation_has_all_that_was_said_before(folder, monkeypatch, capsys
     assert capsys.readouterr().out == f"> {first}\n> {second}\n> "
 
 
+def test_a_conversation_that_fills_the_positions_begins_anew(tmp_path, monkeypatch, capsys):
+    """With the question that found no room, and the system's text; one that never fits is told."""
+    torch.manual_seed(3)
+    small = {"num_layers": 1, "vocab_size": 258, "max_position_embeddings": 32}
+    config = model_config("llama3-8b-tiny", **small)
+    minitrain.save_pretrained(Decoder(config), tmp_path / "m")
+    ByteTokenizer().save(tmp_path / "m")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello, you\nwhat is this?\n{'x' * 40}\nhi\n"))
+    generate.main(["--model", str(tmp_path / "m"), "--chat", "--system", "be", *WORDS])
+    each = [
+        replies(tmp_path / "m", f"be\n{ask}\n") for ask in ("hello, you", "what is this?", "hi")
+    ]
+    out, err = capsys.readouterr()
+    assert out == f"> {each[0]}\n> {each[1]}\n> > {each[2]}\n> "
+    # the second question, the third with what was said and alone
+    assert err.count("there are 32 positions: the conversation begins anew") == 3
+
+
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
 def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name):
     prompts = ["ab", "c", "a longer one"]

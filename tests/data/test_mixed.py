@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitrain.data.datasets import BLOCK, Mixed, open_dataset
+from minitrain.data.datasets import BLOCK, Mixed, open_dataset, with_steps
 from minitrain.data.files import has_tokenizer
 from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import make_trainer, start
+from minitrain.settings import Config
 from minitrain.training.loop import training_steps
 from minitrain.training.loss import IGNORE
 from tests.helpers.commands import command
@@ -369,6 +370,14 @@ def test_nothing_is_validated_on_data_of_no_kind(task):
     for data in ({"sources": mixed}, {}, {"kind": "mock"}, {"kind": "mock", "sources": sources}):
         with pytest.raises(InputError, match="data.validation_path needs data.kind, that of its"):
             from_dict({"model": MODEL, "data": data | {"validation_path": "v"}})
+
+
+def test_epochs_are_counted_as_they_are_written():
+    """1.1 of 50 rows are 55: in whole numbers, for all tenths and hundredths to 3."""
+    for hundredths in range(1, 301):
+        for rows, per_step in ((50, 1), (7, 2), (100, 4), (330, 3)):
+            config = with_steps(Config(epochs=hundredths / 100), rows, per_step)
+            assert config.steps == -(-hundredths * rows // (100 * per_step))
 
 
 @pytest.mark.parametrize(
