@@ -3,6 +3,7 @@
 The networks are tiny ones with random weights.
 """
 
+import shutil
 import struct
 from fractions import Fraction
 
@@ -17,7 +18,7 @@ from diffusers import (
     WanVideoToVideoPipeline,
 )
 from PIL import Image, ImageOps
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
 from minitrain import generate, train
@@ -96,6 +97,49 @@ def test_latents_and_texts_are_those_of_diffusers(folder, tmp_path, capsys):
             assert found[name].shape == (tokens, 64) and not text[tokens:].any()
             torch.testing.assert_close(found[name], text[:tokens], atol=0.02, rtol=0.02)
     assert "latents holds 3 videos" in capsys.readouterr().out
+
+
+def test_what_has_changed_is_encoded_anew(folder, tmp_path, capsys):
+    """Each change gives the files of an empty folder; without any, none is written again."""
+    source = tmp_path / "wan"
+    shutil.copytree(folder, source)
+    clip = source / "videos" / "clip"
+    shutil.rmtree(source / "videos")
+    clip.mkdir(parents=True)
+    for number in range(5):
+        Image.new("RGB", (48, 32), (40 * number, 0, 0)).save(clip / f"{number}.png")
+    caption = source / "videos" / "clip.txt"
+    caption.write_text("a red a")
+    file = tmp_path / "latents" / "clip.safetensors"
+    encode(source, file.parent)
+
+    def changes(*words) -> bool:
+        before = file.stat().st_mtime_ns
+        encode(source, file.parent, *words)
+        fresh = tmp_path / "fresh"
+        encode(source, fresh, *words)
+        found, wanted = load_file(file), load_file(fresh / "clip.safetensors")
+        shutil.rmtree(fresh)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        return file.stat().st_mtime_ns != before
+
+    assert not changes()
+    caption.write_text("a blue a")
+    assert changes() and not changes()
+    assert changes("--size", "48", "32") and changes("--frames", "1") and changes()
+    Image.new("RGB", (48, 32), (0, 99, 0)).save(clip / "2.png")
+    assert changes() and not changes()
+    weights = source / "vae" / "diffusion_pytorch_model.safetensors"
+    save_file({name: x * 1.5 for name, x in load_file(weights).items()}, weights)
+    assert changes() and not changes()
+    # a file of an earlier version says nothing of what it was made of
+    save_file(load_file(file), file)
+    assert changes() and not changes()
+    capsys.readouterr()
+    shutil.copy(file, file.with_name("old.safetensors"))
+    encode(source, file.parent)
+    assert "also holds 1 others, such as old.safetensors" in capsys.readouterr().out
 
 
 def test_training_on_own_videos_and_generating_from_lines_of_text(folder, tmp_path):
