@@ -307,7 +307,9 @@ class Lora:
 
     rank: int = number(16, 1, LARGEST_RANK)  # of the matrices A and B
     alpha: float = number(32.0, 0, LARGEST_ALPHA)  # updates are scaled by alpha / rank
-    dropout: float = 0.0  # the share of channels that adapters do not see, in training
+    # the share of channels that adapters do not see, in training; which, depends on the ranks: a run
+    # that continues on another number of them draws others
+    dropout: float = 0.0
     dropout_position: Literal["pre", "post"] = "pre"  # of the adapters' input, or of their update
     rslora: bool = False  # by alpha / sqrt(rank)
     # names of Linears, or the ends of them

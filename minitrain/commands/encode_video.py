@@ -2,14 +2,20 @@
 
 VIDEOS is a folder of video files, or of folders of frames; the caption of clip.mp4, or of the frames
 in clip/, is the text of clip.txt beside it. Each becomes a file of --out, for data.kind=latents.
-Videos whose files are there already are left out, so that the same command continues.
+Videos whose files are there already are left out, so that the same command continues; those whose
+frames, caption or encoders have changed, or that are asked for in another size, are encoded anew.
 """
 
+import hashlib
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
 from tqdm import tqdm
 
+from minitrain.data.files import stamp_of
 from minitrain.errors import InputError, readable
 from minitrain.run.launch import cli
 
@@ -31,11 +37,12 @@ def main(arguments: list[str]) -> None:
     if any(side % 16 for side in options.size):
         raise InputError(f"--size {options.size} must be multiples of 16")
     captions = find_captions(Path(options.videos))
-    from minitrain.data.video.encoders import Encoders, read_frames
+    from minitrain.data.video.encoders import PIPELINE_PARTS, Encoders, read_frames
     from minitrain.data.video.latents import save_video
     from minitrain.run.launch.start import pick_device
 
     encoders = Encoders(options.encoders, pick_device(options.device))
+    of_encoders = stamps_of(Path(options.encoders, part) for part in PIPELINE_PARTS)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     # where training hides the caption
@@ -43,13 +50,45 @@ def main(arguments: list[str]) -> None:
     work = out / ".next"
     for path, caption in tqdm(captions.items(), unit="video"):
         file = out / f"{path.name}.safetensors"
-        if not file.exists():
+        made_of = digest_of(path, caption, options, of_encoders)
+        if stored_digest(file) != made_of:
             frames = read_frames(path, options.size, options.frames, options.rate)
             text = encoders.encode_text(caption)
-            save_video(work, encoders.encode(frames), text, negative=negative)
+            save_video(
+                work, encoders.encode(frames), text, {"made_of": made_of}, negative=negative
+            )
             work.replace(file)
     print(f"{out} holds {len(captions):,} videos of {options.videos}")
+    names = {f"{path.name}.safetensors" for path in captions}
+    if others := {file.name for file in out.glob("*.safetensors")} - names:
+        told = f"{len(others):,} others, such as {min(others)}"
+        print(f"note: {out} also holds {told} (remove them if they are not to be trained on)")
     print(f"next: minitrain train --config train/wan-lora {quote(f'data.path={out}')}")
+
+
+def digest_of(path: Path, caption: str, options: Namespace, of_encoders: list) -> str:
+    """Return a digest of all that decides what a video's file holds."""
+    rate = None if path.is_dir() else options.rate
+    made_of = caption, stamps_of([path]), options.size, options.frames, rate, of_encoders
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()
+
+
+def stored_digest(file: Path) -> str | None:
+    """Return the digest that a file was written with, None if there is none."""
+    from minitrain.formats.tensor_files import open_tensors
+
+    with suppress(InputError), open_tensors(file) as video:
+        return (video.metadata() or {}).get("made_of")
+    return None
+
+
+def stamps_of(paths: Iterable[Path]) -> list[tuple]:
+    """Return names, sizes and times of the files that paths are, or that lie below them."""
+    files = []
+    for path in paths:
+        below = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files += [(file.name, *stamp_of(file)) for file in below if file.is_file()]
+    return files
 
 
 def find_captions(folder: Path) -> dict[Path, str]:

@@ -1,7 +1,7 @@
 """Measure a model on held-out texts or chats: minitrain evaluate --model FOLDER FILES...
 
-FILES are .jsonl files or tables, a document a line, or texts, a document each; with --chat, files
-of chats, of which replies alone count. All of each document is predicted but its first token, from
+FILES are JSON lines, arrays or tables, a document an object, or texts, a document each; with --chat,
+files of chats, of which replies alone count. All of each document is predicted but its first token, from
 what stands before it in the same --seq-len tokens.
 """
 
@@ -14,7 +14,8 @@ from minitrain.run.launch import cli
 OPTIONS = {
     "--model": (cli.home_path, ..., "a folder in Hugging Face layout"),
     "--adapter": (cli.home_path, None, "a LoRA run's out_dir, or PEFT's"),
-    "--field": (str, "text", "of .jsonl and tables: the key that holds the text"),
+    "--field": (str, "text", "of JSON and tables: the key that holds the text"),
+    "--kind": (["auto", "text", "jsonl"], "auto", "of all files; auto: by their first bytes"),
     "--seq-len": (cli.positive(int), 2048, "longer documents are cut, longer chats left out"),
     "--device": (["auto", "cpu", "cuda"], "auto", "where to compute"),
 }
@@ -25,13 +26,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--chat", action="store_true", help="with exact matches, token by token")
     parser.add_argument("files", nargs="+")
     options = parser.parse_args(arguments)
+    if options.chat and options.kind == "text":
+        raise InputError("--chat needs JSON or tables, not --kind text (leave it out)")
     import torch
 
     from minitrain.data.chat.chat_templates import choose_template
     from minitrain.data.chat.sft import Chats, fit, read_samples
-    from minitrain.data.files import find_files
     from minitrain.data.records import Skips
-    from minitrain.data.text.text_rows import cut_documents, read_documents, tokenize
+    from minitrain.data.text.text_rows import (
+        cut_documents,
+        find_documents,
+        read_documents,
+        tokenize,
+    )
     from minitrain.data.tokenizer import load_tokenizer, tokenizer_folder
     from minitrain.formats.peft import load_merged
     from minitrain.run.launch.start import pick_device
@@ -42,14 +49,14 @@ def main(arguments: list[str]) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(options.model, options.adapter))
     model = load_merged(options.model, options.adapter, device=pick_device(options.device))
     seq_len = min(options.seq_len, model.config.max_position_embeddings)
-    data = Data("jsonl" if options.chat else "text", options.files)
     note = ""
     if options.chat:
         template = choose_template("auto", tokenizer)
-        samples = read_samples(data, template, tokenizer, Skips())
+        samples = read_samples(Data("jsonl", options.files), template, tokenizer, Skips())
         samples, note = fit(samples, seq_len, "drop")
     else:
-        corpus = tokenize(read_documents(find_files(data), options.field), tokenizer)
+        files, note = find_documents(options.files, options.field, options.kind)
+        corpus = tokenize(read_documents(files, options.field, options.kind), tokenizer)
         samples = cut_documents(corpus, seq_len)
     if not samples:
         raise InputError(f"{' '.join(options.files)}: no token to predict{note}")

@@ -18,7 +18,7 @@ COMMON = {
 }
 TEXT = {
     "--prompt": (str, None, "the text to continue"),
-    "--prompts": (home_path, None, "a file of them: lines of text, or .jsonl with `prompt`"),
+    "--prompts": (home_path, None, "a file of them: lines of text, or JSON with `prompt`"),
     "--out": (home_path, None, "a .jsonl file for the answers to --prompts"),
     "--system": (str, None, "with --chat: the system prompt"),
     "--tokenizer": (home_path, None, "if not the adapter's or the model's own; or bytes"),

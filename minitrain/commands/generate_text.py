@@ -4,13 +4,24 @@ import json
 import sys
 from argparse import Namespace
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from shlex import quote
 
-from minitrain.data.chat.chat_templates import ChatTemplate, Message, choose_template
-from minitrain.data.chat.chats import encode_question, end_of_reply
-from minitrain.data.records import Skips, lines_of, read_records, text_of
+from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
+from minitrain.data.chat.chats import (
+    CHATS,
+    PROMPTS,
+    SHOWN,
+    SYSTEMS,
+    UNREAD_BESIDE_PROMPT,
+    encode_question,
+    end_of_reply,
+    read_shown,
+    refuse_unread,
+    with_system,
+)
+from minitrain.data.chat.problems import read_question
+from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
 from minitrain.errors import InputError, hub_hint, located, refuse, refused
 from minitrain.formats.hf import read_config
@@ -37,9 +48,7 @@ def generate_text(options: Namespace) -> None:
     tokenizer = load_tokenizer(source)
     template = choose_template("auto", tokenizer) if options.chat else None
     replied = template and end_of_reply(template, tokenizer)
-    before = [Message("system", options.system)] if options.system else []
-    texts = read_prompts(options)
-    prompts = [encode([*before, Message("user", text)], template, tokenizer) for text in texts]
+    lines, prompts = read_prompts(options, template, tokenizer)
     params = SamplingParams(
         options.temperature,
         options.top_k,
@@ -57,15 +66,20 @@ def generate_text(options: Namespace) -> None:
     model = load_merged(options.model, options.adapter, device=pick_device(options.device))
     sampler = Sampler(model, tokenizer, samples=samples, longest=longest)
     if options.prompts:
-        write_answers(options, texts, sampler.generate_text(prompts, params))
+        write_answers(options, lines, sampler.generate_text(prompts, params))
     elif prompts:
-        show(sampler, sampler.submit(prompts[0], params), "" if template else texts[0])
+        show(sampler, sampler.submit(prompts[0], params), "" if template else options.prompt)
     else:
-        converse(sampler, params, before, template)
+        converse(sampler, params, system_of(options), template)
 
 
-def read_prompts(options: Namespace) -> list[str]:
-    """Return --prompt, or each line of --prompts, of a .jsonl file its `prompt`; none to converse."""
+def read_prompts(
+    options: Namespace, template: ChatTemplate | None, tokenizer: Tokenizer
+) -> tuple[list[dict], list[list[int]]]:
+    """Return --prompt, or each line of --prompts, and the ids of each; none to converse.
+
+    With a template a line of JSON is a chat, as in training: with its system's text and tools.
+    """
     alone = (
         (
             options.prompts and options.prompt is not None,
@@ -78,12 +92,40 @@ def read_prompts(options: Namespace) -> list[str]:
     if options.prompts:
         cli.check_writable("out", options.out)
         file = Path(options.prompts)
-        if file.suffix == ".jsonl":
-            return list(read_records([file], partial(text_of, key="prompt"), Skips()))
-        return lines_of(file)
-    if options.prompt is None and not options.chat:
+        if holds_records(file, (*PROMPTS, *CHATS)):
+
+            def read(record: dict) -> tuple[dict, list[int]]:
+                return record, encode_line(record, options, template, tokenizer)
+
+            lines, prompts = zip(*read_records([file], read, Skips()), strict=True)
+            return list(lines), list(prompts)
+        texts = lines_of(file)
+    elif options.prompt is None and not options.chat:
         raise InputError("--prompt is missing (or --prompts FILE, or --chat alone to converse)")
-    return [] if options.prompt is None else [options.prompt]
+    else:
+        texts = [] if options.prompt is None else [options.prompt]
+    before = system_of(options)
+    prompts = [encode([*before, Message("user", text)], template, tokenizer) for text in texts]
+    return [{"prompt": text} for text in texts], prompts
+
+
+def system_of(options: Namespace) -> Chat:
+    return [Message("system", options.system)] if options.system else []
+
+
+def encode_line(
+    record: dict, options: Namespace, template: ChatTemplate | None, tokenizer: Tokenizer
+) -> list[int]:
+    """Return the ids of a line's prompt. Raises InputError for what the model would not be shown."""
+    if template is None:
+        for key in (*CHATS, *SYSTEMS, *SHOWN):
+            if record.get(key):
+                raise InputError(f"{key!r} is of a chat (add --chat)")
+        refuse_unread(record, ("context", *UNREAD_BESIDE_PROMPT), "the prompt")
+        return encode([Message("user", text_of(record, "prompt"))], None, tokenizer)
+    turns, _ = read_question(record)
+    turns = with_system(turns, {"system": options.system})
+    return encode_question(turns, template, tokenizer, read_shown(record))
 
 
 def encode(
@@ -103,12 +145,12 @@ def encode(
     return prompt
 
 
-def write_answers(options: Namespace, prompts: list[str], answers: list[str]) -> None:
-    """Write each answer with its prompt as a line of JSON, to --out or the terminal."""
-    each = [prompt for prompt in prompts for _ in range(options.n)]
+def write_answers(options: Namespace, lines: list[dict], answers: list[str]) -> None:
+    """Write each answer as `text` of the line that asked for it, to --out or the terminal."""
+    each = [line for line in lines for _ in range(options.n)]
     lines = [
-        json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n"
-        for prompt, text in zip(each, answers, strict=True)
+        json.dumps(line | {"text": text}, ensure_ascii=False) + "\n"
+        for line, text in zip(each, answers, strict=True)
     ]
     if options.out is None:
         sys.stdout.write("".join(lines))
@@ -121,15 +163,27 @@ def write_answers(options: Namespace, prompts: list[str], answers: list[str]) ->
 
 
 def converse(
-    sampler: Sampler, params: SamplingParams, messages: list[Message], template: ChatTemplate
+    sampler: Sampler, params: SamplingParams, before: Chat, template: ChatTemplate
 ) -> None:
-    """Answer line after line, with all that was said before, to the end of the input (Ctrl-D)."""
+    """Answer line after line, with all that was said before, to the end of the input (Ctrl-D).
+
+    Where that is more than the model has positions for, the conversation begins anew, as is told.
+    """
+    said = before
     with suppress(EOFError):
         while True:
-            messages.append(Message("user", input("> ")))
-            prompt = encode(messages, template, sampler.tokenizer)
-            reply = show(sampler, sampler.submit(prompt, params), "")
-            messages.append(Message("assistant", reply))
+            question = Message("user", input("> "))
+            for chat in ([*said, question], [*before, question]):
+                try:
+                    prompt = encode(chat, template, sampler.tokenizer)
+                    samples = sampler.submit(prompt, params)
+                except InputError as error:
+                    print(f"note: {error}: the conversation begins anew", file=sys.stderr)
+                    said = before
+                else:
+                    reply = show(sampler, samples, "")
+                    said = [*chat, Message("assistant", reply)]
+                    break
 
 
 def show(sampler: Sampler, samples: list[Sample], prompt: str) -> str:

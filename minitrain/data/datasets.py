@@ -9,6 +9,7 @@ and a shuffled order of its own.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -64,7 +65,9 @@ def with_steps(config: Config, rows: int, per_step: int) -> Config:
     """Return the config with its epochs as steps: passes over `rows`, of which a step takes some."""
     if not config.epochs:
         return config
-    return replace(config, steps=math.ceil(config.epochs * rows / per_step), epochs=0.0)
+    # as it is written: 1.1 in binary is a little more, and so would be the number of steps
+    epochs = Fraction(str(config.epochs))
+    return replace(config, steps=math.ceil(epochs * rows / per_step), epochs=0.0)
 
 
 class Mixed:

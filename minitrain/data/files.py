@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from minitrain.data.records import JSON, LINES, RECORDS, holds_records
 from minitrain.errors import InputError, hub_hint, readable
 from minitrain.settings import Config, Data
 
 # which files of a folder are data
 SUFFIXES = {
     "text": ("",),
-    "jsonl": (".jsonl", ".jsonl.gz", ".parquet", ".arrow"),
+    "jsonl": RECORDS,
     "tokens": (".npy", ".bin"),
     "latents": (".safetensors",),
 }
@@ -58,7 +59,7 @@ def find_files(data: Data) -> list[Path]:
     """
     found = {}
     for pattern in [data.path] if isinstance(data.path, str) else data.path:
-        matches = _expand(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data.kind)
+        matches = _expand(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data)
         if not matches:
             raise InputError(
                 f"data.path: no file matches {pattern!r}{_what_is_there(pattern, data.kind)}"
@@ -81,15 +82,26 @@ def find_files(data: Data) -> list[Path]:
     return sorted(map(Path, shortest.values()))
 
 
-def _expand(pattern: str, kind: str) -> list[str]:
+def _expand(pattern: str, data: Data) -> list[str]:
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
-        files = [file for file in _files_below(pattern) if file.endswith(SUFFIXES[kind])]
         # no pipes, which may never end; a link to nothing stays, and is an error when it is read
-        return [file for file in files if os.path.isfile(file) or not os.path.exists(file)]
+        files = [
+            file
+            for file in _files_below(pattern)
+            if os.path.isfile(file) or not os.path.exists(file)
+        ]
+        return [file for file in files if _is_of_kind(file, data)]
     return [
         file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)
     ]
+
+
+def _is_of_kind(file: str, data: Data) -> bool:
+    """Return True if a file of a folder is data: by its name, and where that may be JSON by content."""
+    if data.kind == "jsonl" and file.endswith((*LINES, *JSON)) and os.path.exists(file):
+        return holds_records(Path(file), [data.field])
+    return file.endswith(SUFFIXES[data.kind])
 
 
 def _what_is_there(pattern: str, kind: str) -> str:

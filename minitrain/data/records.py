@@ -10,9 +10,10 @@ import json
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ END_OF_STREAM = ARROW_STREAM + bytes(4)
 PIECE = 1 << 20
 # where a text may be cut: behind a line, best if no other space is there
 CUTS = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n(?=\S)")
+# a value that ends before another line: lines of values, not one over all lines
+ADJOINING = re.compile(rb"[\]}][ \t\r]*\n\s*[\[{]")
+# names of files that hold objects in any case, and of those that may
+RECORDS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
+LINES = (*RECORDS, ".ndjson", ".ndjson.gz")
+JSON = (".json", ".json.gz")
+# bytes of JSON that are looked at
+LOOKED_AT = 1 << 24
 # of objects, or of nothing
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|\]|$)")
 
@@ -161,9 +170,9 @@ def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]
             head = read_head(file)
         empty = True
         try:
-            for where, item in _items(file, head):
+            for where, read in _items(file, head):
                 empty = False
-                value = skips.read(_parse, item, where, parse)
+                value = skips.read(_parse, read, where, parse)
                 if value is not None:
                     yield value
             if empty:
@@ -172,12 +181,41 @@ def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]
             skips.refuse(error)
 
 
-def _items(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield where each object of a file stands, and the object or its JSON."""
+def holds_records(file: Path, keys: Sequence[str]) -> bool:
+    """Return True if a file is a table, lines of JSON objects, or an array of them.
+
+    Its first bytes decide. One object alone may be the settings of any program, a text: it counts
+    if it has one of `keys`, and so does JSON in a file that is not named so.
+    """
+    if file.name.endswith(LINES):
+        return True
+    with readable(file):
+        head = read_head(file)
+        if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
+            return True
+        try:
+            with gzip.open(file) if head.startswith(GZIP) else open(file, "rb") as raw:
+                begin = raw.peek(4096)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
+                whole = raw.read(LOOKED_AT) if begin.startswith((b"{", b"[")) else b""
+        except (EOFError, zlib.error):
+            return False
+    named = file.name.endswith(JSON)
+    if begin.startswith(b"[") or not whole:
+        return named and re.match(rb"\[\s*\{", begin) is not None
+    several = ADJOINING.search(whole)
+    try:
+        first = _parse_json(whole[: several.start() + 1] if several else whole)
+    except InputError:
+        return named and several is not None
+    return (named and several is not None) or any(key in first for key in keys)
+
+
+def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield where each object of a file stands, and what reads it."""
     number = 0
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
         for number, row in enumerate(_table_rows(file, head), 1):
-            yield f"{file}:{number}", row
+            yield f"{file}:{number}", partial(_plain_row, row)
         return
     opened = gzip.open if head.startswith(GZIP) else open
     try:
@@ -186,20 +224,23 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Any]]:
             if what := kind_of_json(file, head):
                 raise InputError(f"{file} is {what}")
             if ARRAY.match(head):
-                with located(file):
-                    items = _parse_json(lines.read())
-                for number, item in enumerate(items):
-                    yield f"{file}[{number}]", item
-                return
+                raw = lines.read()
+                if not ADJOINING.search(raw):
+                    with located(file):
+                        items = _parse_json(raw)
+                    for number, item in enumerate(items):
+                        yield f"{file}[{number}]", partial(_as_it_is, item)
+                    return
+                lines = raw.split(b"\n")
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield f"{file}:{number}", line
+                    yield f"{file}:{number}", partial(_parse_json, line)
     except (EOFError, zlib.error) as error:
         raise InputError(f"{file}:{number + 1}: damaged or cut off: {error}") from error
 
 
 def _table_rows(file: Path, head: bytes) -> Iterator[dict]:
-    """Yield a table's rows, in which dates and the like are text; NaN, which JSON lacks, stays."""
+    """Yield a table's rows, as pyarrow makes objects of Python of them."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -220,18 +261,46 @@ def _table_rows(file: Path, head: bytes) -> Iterator[dict]:
             for batch in batches:
                 # a damaged offset would be read wherever it points
                 batch.validate(full=True)
-                for row in batch.to_pylist():
-                    yield json.loads(json.dumps(row, default=str), parse_float=Number)
+                yield from batch.to_pylist()
     # of damaged files pyarrow can say nearly anything
     except Exception as error:
         raise InputError(f"{file} cannot be read by pyarrow: {error}") from error
 
 
-def _parse(item: bytes | Any, where: str, parse: Parse) -> Any:
+def _plain_row(row: dict) -> dict:
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a table as JSON has it; NaN, which JSON lacks, stays.
+
+    Bytes are UTF-8, as Spark and Hive write text; what is none is no text for `text_of` either.
+    Dates and the like become text. All structs of a column have the keys of each: those that are
+    null are left out.
+    """
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    if isinstance(value, float):
+        return Number(repr(value))
+    return value if isinstance(value, str | int | None) else str(value)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _parse(read: Callable[[], Any], where: str, parse: Parse) -> Any:
     with located(where):
-        tree = _parse_json(item) if isinstance(item, bytes) else item
+        tree = read()
         if not isinstance(tree, dict):
-            raise InputError(f"must be a JSON object, not {type(tree).__name__}")
+            hint = (
+                ' (messages stand in one: {"messages": [...]})' if isinstance(tree, list) else ""
+            )
+            raise InputError(f"must be a JSON object, not {type(tree).__name__}{hint}")
         return parse(tree)
 
 
@@ -268,5 +337,6 @@ def text_of(record: dict, key: str, hint: str = "") -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{key!r} holds half of a surrogate pair, which is not text") from None
+        told = "half of a surrogate pair, or bytes that are not UTF-8"
+        raise InputError(f"{key!r} holds {told}, which is not text") from None
     return text

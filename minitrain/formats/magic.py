@@ -76,9 +76,25 @@ def kind_of_binary(file: Path, head: bytes) -> str:
         return "a picture, a sound or a video"
     if head[257:262] == b"ustar":
         return "a tar archive (unpack it)"
+    if length < 1 << 40 and head[8:12] == masked_crc(head[:8]).to_bytes(4, "little"):
+        return "a TFRecord file (save its tokens as .npy, its texts as JSONL)"
     return stand_in_kind(file, head) or next(
         (what for magic, what in MAGICS.items() if head.startswith(magic)), ""
     )
+
+
+def masked_crc(data: bytes) -> int:
+    """Return the checksum of a TFRecord's parts: CRC-32C, rotated and shifted.
+
+    tensorflow/tsl/lib/hash/crc32c.h. A record begins with its length and that number's checksum.
+    """
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def kind_of_folder(folder: Path) -> str:
@@ -125,10 +141,14 @@ def kind_of_tokens(file: Path, head: bytes) -> str:
     found = kind_of_binary(file, head)
     if found or len(head) < 64:
         return found
-    # the number of items, and where each begins: the first one behind these numbers
+    # the number of items, and where each begins: the first one behind these numbers, with MosaicML
+    # behind a description in JSON, too
     count, *begins = struct.unpack("<9I", head[:36])
-    if begins[0] == 4 * (count + 2) and begins == sorted({*begins}):
-        return "a chunk of litdata (save its tokens as .npy)"
+    begins = begins[: count + 1]
+    gap = begins[0] - 4 * (count + 2)
+    described = head[4 * (count + 2) :][:2] in (b'{"', b"") and 0 < gap < 1 << 16
+    if begins == sorted({*begins}) and count and (described or (gap == 0 and count > 6)):
+        return "a chunk of litdata or MosaicML's streaming (save its tokens as .npy)"
     code = "utf-16" if re.match(rb"\xff\xfe|\xfe\xff", head) else "utf-8"
     text = head.decode(code, "ignore")
     # a character may be cut at the end

@@ -48,6 +48,24 @@ def test_a_conversation_has_all_that_was_said_before(folder, monkeypatch, capsys
     assert capsys.readouterr().out == f"> {first}\n> {second}\n> "
 
 
+def test_a_conversation_that_fills_the_positions_begins_anew(tmp_path, monkeypatch, capsys):
+    """With the question that found no room, and the system's text; one that never fits is told."""
+    torch.manual_seed(3)
+    small = {"num_layers": 1, "vocab_size": 258, "max_position_embeddings": 32}
+    config = model_config("llama3-8b-tiny", **small)
+    minitrain.save_pretrained(Decoder(config), tmp_path / "m")
+    ByteTokenizer().save(tmp_path / "m")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello, you\nwhat is this?\n{'x' * 40}\nhi\n"))
+    generate.main(["--model", str(tmp_path / "m"), "--chat", "--system", "be", *WORDS])
+    each = [
+        replies(tmp_path / "m", f"be\n{ask}\n") for ask in ("hello, you", "what is this?", "hi")
+    ]
+    out, err = capsys.readouterr()
+    assert out == f"> {each[0]}\n> {each[1]}\n> > {each[2]}\n> "
+    # the second question, the third with what was said and alone
+    assert err.count("there are 32 positions: the conversation begins anew") == 3
+
+
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
 def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name):
     prompts = ["ab", "c", "a longer one"]
@@ -65,6 +83,53 @@ def test_a_file_of_prompts_becomes_lines_of_json(folder, tmp_path, capsys, name)
     )
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert written == [line for line in expected for _ in range(2)]
+
+
+CHAT_LINES = [
+    ({"prompt": "hi", "system": "be", "id": 7}, "be\nhi\n"),
+    ({"question": "hi", "context": "c"}, "hi\nc\n"),
+    (
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]},
+        "hi\n",
+    ),
+    (
+        {"prompt": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]},
+        "be\nhi\n",
+    ),
+    ({"conversations": [{"from": "human", "value": "hi"}]}, "hi\n"),
+]
+
+
+@pytest.mark.parametrize("form", ["a.jsonl", "a.json"])
+def test_lines_of_prompts_are_chats_as_in_training(folder, tmp_path, capsys, form):
+    """With all that they show beside the question; what belongs to a line is in its answer's."""
+    lines = [line for line, _ in CHAT_LINES]
+    text = json.dumps(lines) if form == "a.json" else "\n".join(map(json.dumps, lines))
+    (tmp_path / form).write_text(text)
+    words = ["--model", str(folder), "--prompts", str(tmp_path / form), *WORDS]
+    generate.main([*words, "--chat"])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found == [line | {"text": replies(folder, asked)} for line, asked in CHAT_LINES]
+    with pytest.raises(InputError, match=f"{form}.*1?.?: 'system' is of a chat .add --chat"):
+        generate.main(words)
+
+
+@pytest.mark.parametrize(
+    "line, words, message",
+    [
+        ({"tools": [{"name": "f"}]}, ["--chat"], "'tools' is not supported by data.template"),
+        ({"tools": [{"name": "f"}]}, [], r"'tools' is of a chat \(add --chat\)"),
+        ({"chat_template_kwargs": {"x": 1}}, ["--chat"], "'x' is not supported by data.template"),
+        ({"images": ["a.png"]}, ["--chat"], "'images' is not supported"),
+        ({"images": ["a.png"]}, [], "'images' is not supported"),
+        ({"context": "c"}, [], "'context' is not supported"),
+        ({"system": "be"}, ["--chat", "--system", "not"], "say different things"),
+    ],
+)
+def test_what_a_line_of_prompts_would_lose_is_refused(folder, tmp_path, line, words, message):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "hi"} | line))
+    with pytest.raises(InputError, match=f"a.jsonl:1: .*{message}"):
+        generate.main(["--model", str(folder), "--prompts", str(tmp_path / "a.jsonl"), *words])
 
 
 def test_lines_of_a_file_of_prompts_end_where_editors_end_them(folder, tmp_path, capsys):

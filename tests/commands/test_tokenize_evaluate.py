@@ -1,5 +1,6 @@
 """minitrain tokenize and evaluate: the rows of the texts themselves; transformers' loss."""
 
+import gzip
 import json
 import math
 import re
@@ -15,7 +16,7 @@ from minitrain import train
 from minitrain.__main__ import dispatch
 from minitrain.commands import tokenize as tokenize_files
 from minitrain.data.byte_tokenizer import ByteTokenizer
-from minitrain.data.text.text_rows import open_data
+from minitrain.data.text.text_rows import find_documents, open_data, read_documents
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
@@ -86,6 +87,88 @@ def test_tokenized_files_give_the_rows_of_the_texts(
     assert text == "TEXT"
     dispatch([*words, "a", "--device", "cpu", "--max-tokens", "2"])
     assert minitrain.load_tokenizer("my run").encode("a") == [97]
+
+
+ROWS = [{"id": n, "text": f"Document {n} ä\n{{}}"} for n in range(4)]
+LINED = "\n".join(map(json.dumps, ROWS))
+WRITTEN = {
+    "lines.jsonl": LINED.encode(),
+    "lines.json": LINED.encode(),
+    "lines.ndjson": LINED.encode(),
+    "lines.txt": LINED.encode(),
+    "lines": b"\xef\xbb\xbf" + LINED.encode(),
+    "array.json": json.dumps(ROWS).encode(),
+    "spread.json": json.dumps(ROWS, indent=1).encode(),
+    "packed.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+    "packed.ndjson.gz": gzip.compress(LINED.encode()),
+}
+
+
+def tokenized(path, field: str = "text", kind: str = "auto") -> list[bytes]:
+    """Return the documents that minitrain tokenize makes of a path."""
+    files, _ = find_documents([str(path)], field, kind)
+    return list(map(str.encode, read_documents(files, field, kind)))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_objects_are_documents_whatever_the_file_is_called(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(WRITTEN[name])
+    expected = [row["text"].encode() for row in ROWS]
+    assert tokenized(tmp_path / name) == expected
+    if not name.endswith("gz"):
+        as_text = tokenized(tmp_path / name, kind="text")
+        assert as_text == [WRITTEN[name].removeprefix(b"\xef\xbb\xbf")]
+
+
+def test_what_only_looks_like_objects_is_a_text(tmp_path):
+    """Settings of programs, code, and a template: nothing of them is lost."""
+    texts = {
+        "package.json": '{\n "name": "x",\n "version": "1"\n}\n',
+        "tsconfig.json": '{\n // a comment\n "a": {}\n}\n',
+        "one.json": '{"name": "x"}',
+        "list.json": "[1, 2]\n",
+        "lines.txt": '{"a": 1}\n{"b": 2}\n',
+        "a.py": '{"text": 5}[x]\n',
+        "b.jinja": "{% if x %}{{ y }}",
+    }
+    (tmp_path / "in").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "in" / name).write_text(text)
+    found = tokenized(tmp_path / "in")
+    assert sorted(found) == sorted(text.encode() for text in texts.values())
+
+
+def test_a_folder_from_the_hub_stands_for_its_data(tmp_path, capsys, folder):
+    """Without README and infos, which are counted; for training, too, all of its JSON."""
+    hub = tmp_path / "hub"
+    (hub / "data").mkdir(parents=True)
+    (hub / "README.md").write_text("# A set")
+    (hub / "dataset_infos.json").write_text('{"default": {"features": {"text": {}}}}')
+    (hub / "data" / "train.jsonl").write_text(LINED)
+    (hub / "data" / "more.json").write_text('{"text": "five"}\n{"text": "six"}')
+    expected = sorted([row["text"].encode() for row in ROWS] + [b"five", b"six"])
+    assert sorted(tokenized(hub)) == expected
+    out = tmp_path / "out"
+    dispatch(
+        ["tokenize", "--tokenizer", "bytes", "--processes", "1", "--out", str(out), str(hub)]
+    )
+    assert "in 2 files (without 2 other files beside them" in capsys.readouterr().out
+    dispatch(["evaluate", "--model", str(folder), "--device", "cpu", str(hub)])
+    assert numbers(capsys.readouterr().out)[0] == sum(map(len, expected))
+    trained, _ = open_data(Data("jsonl", str(hub)), 8, 258, 0)
+    found = bytes(n if n < 256 else 0 for n in trained.corpus.stores[0].tolist())
+    assert sorted(found.split(b"\0")[:-1]) == expected
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.ndjson"])
+def test_objects_without_a_text_are_not_taken_for_one(tmp_path, name):
+    (tmp_path / name).write_text('{"body": "x"}\n{"body": "y"}\n')
+    with pytest.raises(InputError, match=f"{name}:1: no key 'text'"):
+        tokenized(tmp_path / name)
+    assert tokenized(tmp_path / name, "body") == [b"x", b"y"]
+    (tmp_path / name).write_text('{\n "text": "x"\n}\n{\n "text": "y"\n}\n')
+    with pytest.raises(InputError, match=f"{name} is JSON over several lines"):
+        tokenized(tmp_path / name)
 
 
 def test_nothing_is_left_of_texts_that_cannot_be_read(tmp_path):

@@ -307,6 +307,8 @@ PARTLY = [
     ("train_on_input", True),
     ("response_mask", [0, 1]),
     ("supervised", False),
+    ("step_mask", 0),
+    ("token_weight", 0.0),
     ("rejected_messages", [{"role": "assistant", "content": "b"}]),
 ]
 MASKED = [
@@ -361,6 +363,12 @@ def test_keys_that_only_sound_like_masks_are_ignored(layout):
         "glossary": [0],
         "lossy_source": "x",
         "skips": None,
+        "train_index": 0,
+        "trainIdx": 1,
+        "train_ids": [0, 1],
+        "skip_count": 0,
+        "loss": 0.0,
+        "train_loss": 1.0,
     }
     assert read_messages(line | more) == read_messages(line)
 

@@ -5,13 +5,17 @@
 import datetime
 import json
 import re
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import transformers.utils.chat_template_utils
 import trl
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -34,12 +38,15 @@ from minitrain.data.chat.chats import (
     read_shown,
 )
 from minitrain.data.chat.problems import open_problems
+from minitrain.data.files import find_files
+from minitrain.data.records import Skips, read_records
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.run.tasks import train_model
+from minitrain.settings import Data
 from tests.helpers.chats import save_with_adapter, tokenizer_with
 from tests.helpers.commands import command
 from tests.helpers.grpo import TREE
@@ -365,7 +372,7 @@ REFUSED = {
         "a thought",
         "thoughtful calls",
     },
-    "gptoss": {"tools", "two calls", "no content", "ends with a call"},  # but with marks
+    "gptoss": {"two calls"},
 }
 
 
@@ -462,7 +469,7 @@ def test_lines_of_2026_are_rendered_and_masked_as_in_transformers(tmp_path, name
 
 def test_arguments_in_json_are_not_quoted_twice(tmp_path):
     """As a text, which is how OpenAI's interface has them, and vLLM makes objects of: some templates would quote it."""
-    for name in ("llama3_1", "qwen2_5", "qwen3"):
+    for name in ("llama3_1", "qwen2_5", "qwen3", "gptoss"):
         jinja = published(name)
         ours, theirs = tokenizer_with(tmp_path / name, jinja, specials_in(jinja))
         texts = [ASK, called('{"a": 2, "b": "x"}'), answered(), TELL]
@@ -473,6 +480,188 @@ def test_arguments_in_json_are_not_quoted_twice(tmp_path):
         assert tokens.tolist() == theirs.apply_chat_template(
             objects, tools=TOOLS, return_dict=False
         )
+
+
+def encoded(line: dict, ours) -> list[int]:
+    template = choose_template("auto", ours)
+    return encode_chat(read_messages(line), template, ours, read_shown(line))[0].tolist()
+
+
+def test_arguments_are_a_text_where_the_template_adds_them_to_one(tmp_path):
+    """DeepSeek-V3's takes no objects; what it writes is the text as it was given."""
+    ours, theirs = tokenizer_with(
+        tmp_path, published("deepseekv3"), specials_in(published("deepseekv3"))
+    )
+    for given in ('{"a": 2, "b": "x"}', '{"b":"x",  "a":null}', "{}"):
+        messages = [ASK, called(given), answered(), TELL]
+        expected = theirs.apply_chat_template(messages, return_dict=False)
+        assert encoded({"messages": messages}, ours) == expected
+
+
+ARGUMENTS = {"a": 2, "b": "x", "c": None}
+OTHER_CALLS = [
+    {"name": "add", "parameters": ARGUMENTS},
+    {"name": "add", "args": json.dumps(ARGUMENTS)},
+    {"id": "1", "name": "add", "input": ARGUMENTS, "type": "tool_use"},
+    {"function": {"name": "add", "parameters": ARGUMENTS}},
+    {"function": {"name": "add"}, "arguments": ARGUMENTS},
+    {"function": {"name": "add", "arguments": None}, "args": ARGUMENTS},
+    {"function": {"name": "add", "arguments": {}}, "input": ARGUMENTS},
+    {"function": json.dumps({"name": "add", "arguments": ARGUMENTS})},
+    {"function": None, "name": "add", "arguments": ARGUMENTS, "parameters": None},
+    json.dumps({"name": "add", "parameters": ARGUMENTS}),
+]
+
+
+@pytest.fixture(scope="module")
+def qwens(tmp_path_factory):
+    both = {}
+    for name in ("qwen2_5", "qwen3", "llama3_1"):
+        folder = tmp_path_factory.mktemp(name)
+        both[name] = tokenizer_with(folder, published(name), specials_in(published(name)))
+    return both
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+def test_arguments_of_another_name_are_those_of_the_call(qwens, call):
+    for ours, theirs in qwens.values():
+        expected = theirs.apply_chat_template(
+            [ASK, called(ARGUMENTS), answered(), TELL], tools=TOOLS, return_dict=False
+        )
+        turn = called() | {"tool_calls": [call]}
+        line = {"messages": [ASK, turn, answered(), TELL], "tools": TOOLS}
+        assert encoded(line, ours) == expected
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ({"name": "add"}, "the call of 'add' has no key 'arguments'"),
+        ({"function": {"name": "add", "arguments": None}}, "the call of 'add' has no key 'argum"),
+        ({"name": "add", "kwargs": {"a": 2}}, "the call of 'add' has no key 'arguments'"),
+        ({"name": "add", "args": {"a": 2}, "input": {"a": 3}}, "two different sets of arguments"),
+        ({"name": "add", "args": [2]}, "'args' must be a dict, not list"),
+        ({"name": "add", "args": "a=2"}, "'args' is a text that is not valid JSON"),
+        (5, "'tool_calls' is not supported with 5 in it"),
+    ],
+)
+def test_calls_whose_arguments_would_be_lost_are_refused(call, message):
+    turn = called() | {"tool_calls": [call]}
+    with pytest.raises(InputError, match=r"'messages'\[1\]: .*" + message):
+        read_messages({"messages": [ASK, turn]})
+    no_arguments = called() | {"tool_calls": [{"name": "now", "arguments": {}}]}
+    [read] = read_messages({"messages": [ASK, no_arguments]})[1].more["tool_calls"]
+    assert read["function"] == {"name": "now", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [json.dumps(TOOLS[0])],
+        json.dumps([json.dumps(TOOLS[0])]),
+        [{"type": "function", "function": json.dumps(TOOLS[0]["function"])}],
+        [
+            {
+                "type": "function",
+                "function": TOOLS[0]["function"]
+                | {"parameters": json.dumps(TOOLS[0]["function"]["parameters"])},
+            }
+        ],
+    ],
+)
+def test_tools_in_json_are_not_quoted_twice(qwens, given):
+    for ours, theirs in qwens.values():
+        expected = theirs.apply_chat_template([ASK, TELL], tools=TOOLS, return_dict=False)
+        for line in ({"tools": given}, {"chat_template_kwargs": {"tools": given}}):
+            assert encoded({"messages": [ASK, TELL]} | line, ours) == expected
+
+
+@pytest.mark.parametrize("key", ["tools", "documents"])
+@pytest.mark.parametrize("items", [["add"], [5], ["[]", "[1]"], [None]])
+def test_tools_that_are_no_objects_are_refused(key, items):
+    with pytest.raises(InputError, match=f"'{key}' "):
+        read_shown({key: items})
+
+
+def test_rows_with_other_tools_teach_the_same_from_every_form(tmp_path, qwens):
+    """A table gives all structs of a column the keys of each. What was written is the oracle, by transformers."""
+    rows = []
+    for name, key, value in (("weather", "city", "Paris"), ("book", "seats", 3), ("now", "", "")):
+        properties = {key: {"type": "string"}} if key else {"zone": {"enum": ["a"]}}
+        tool = {
+            "type": "function",
+            "function": {"name": name, "parameters": {"properties": properties}},
+        }
+        call = {
+            "type": "function",
+            "function": {"name": name, "arguments": {key: value} if key else {}},
+        }
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rows.append(
+            {"messages": [ASK, turn, {"role": "tool", "content": "1"}, TELL], "tools": [tool]}
+        )
+    table = Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pa.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for ours, theirs in qwens.values():
+        expected = [
+            theirs.apply_chat_template(row["messages"], tools=row["tools"], return_dict=False)
+            for row in rows
+        ]
+        for name in ("a.jsonl", "a.parquet", "pa.parquet", "saved"):
+            files = find_files(Data("jsonl", str(tmp_path / name)))
+            found = list(read_records(files, partial(encoded, ours=ours), Skips()))
+            assert found == expected, name
+
+
+def test_nulls_that_a_file_shows_are_told(tmp_path, qwens):
+    """Of JSON nobody knows who wrote them: they are shown as in transformers, with a note."""
+    ours, theirs = qwens["qwen2_5"]
+    template = choose_template("auto", ours)
+    shown = [called({"a": None}), called({"a": {"b": [{"c": None}]}})]
+    for turn in (*shown, called({"a": [None]})):
+        line = {"messages": [ASK, turn], "tools": TOOLS}
+        found = encode_chat(read_messages(line), template, ours, read_shown(line))[0]
+        assert found.tolist() == theirs.apply_chat_template(
+            [ASK, turn], tools=TOOLS, return_dict=False
+        )
+    assert any(note.startswith("2 chats show null in tools or calls") for note in template.notes)
+
+
+def test_calls_that_a_template_drops_count_as_lost(tmp_path):
+    """R1-Distill's writes none beside a text, as in transformers."""
+    jinja = published("deepseek_r1_distill")
+    ours, _ = tokenizer_with(tmp_path / "r1", jinja, specials_in(jinja))
+    qwen, _ = tokenizer_with(
+        tmp_path / "qwen", published("qwen3"), specials_in(published("qwen3"))
+    )
+    turns = [ASK, called({"a": 2, "b": 'say "é"\n'}, content="I add."), answered(), TELL]
+    for tokenizer, lost in ((ours, 1), (qwen, 0)):
+        template = choose_template("auto", tokenizer)
+        encode_chat(read_messages({"messages": turns}), template, tokenizer)
+        assert (template.replies, template.shortened) == (2, lost)
+    jinja = published("qwen3").replace("tool_call.arguments | tojson", "'{}'")
+    part, _ = tokenizer_with(tmp_path / "part", jinja, specials_in(jinja))
+    template = choose_template("auto", part)
+    encode_chat(read_messages({"messages": turns}), template, part)
+    assert template.shortened == 1
+
+
+@pytest.mark.parametrize("code", range(0xFDD0, 0xFDD4))
+def test_characters_that_stand_for_marks_are_refused(qwens, code):
+    """In any place of a chat: they would become bos or eos, or end a reply."""
+    ours, _ = qwens["qwen2_5"]
+    text = f"a{chr(code)}b"
+    for messages, more in (
+        ([ASK | {"content": text}, TELL], {}),
+        ([ASK, TELL | {"content": text}], {}),
+        ([ASK, called({"a": text})], {}),
+        ([ASK, TELL], {"tools": [{"name": text}]}),
+    ):
+        with pytest.raises(InputError, match=f"holds U.{code:04X}, which Unicode keeps"):
+            encoded({"messages": messages} | more, ours)
 
 
 @pytest.mark.parametrize(

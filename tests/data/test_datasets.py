@@ -39,7 +39,7 @@ from minitrain.data.held_out import hold_out
 from minitrain.data.text.text_rows import open_data
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from minitrain.formats.magic import kind_of_tokens
+from minitrain.formats.magic import kind_of_tokens, masked_crc
 from minitrain.hashing import shuffled
 from minitrain.settings import Data
 from minitrain.training.packing import rows
@@ -871,6 +871,32 @@ def test_chunks_of_litdata_are_no_tokens(tmp_path):
             np.uint32(len(items)).tobytes() + offsets.tobytes() + b"".join(items)
         )
         refused("chunk-0-0.bin is a chunk of litdata", tmp_path, "tokens", vocab_size=1 << 17)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 3000])
+def test_shards_of_streaming_are_no_tokens(tmp_path, count):
+    """As encode_joint_shard of MosaicML's MDSWriter writes them; any number of samples."""
+    items = [np.arange(n % 97 + 1, dtype=np.uint16).tobytes() for n in range(count)]
+    about = json.dumps({"column_encodings": ["ndarray:uint16"], "column_names": ["tokens"]})
+    offsets = np.array([0, *map(len, items)]).cumsum().astype(np.uint32)
+    offsets += 4 + offsets.nbytes + len(about)
+    raw = np.uint32(count).tobytes() + offsets.tobytes() + about.encode() + b"".join(items)
+    (tmp_path / "shard.00000.mds.bin").write_bytes(raw)
+    refused("mds.bin is a chunk of litdata or Mosaic", tmp_path, "tokens", vocab_size=1 << 17)
+
+
+def test_records_of_tensorflow_are_no_tokens(tmp_path):
+    """Each begins with its length and that number's checksum, CRC-32C, of which the standard has one."""
+    crc = 0xE3069283
+    wanted = ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
+    assert masked_crc(b"123456789") == wanted
+    random = np.random.default_rng(0)
+    for size in (60, 1000, 1 << 17):
+        length = np.uint64(size).tobytes()
+        head = length + np.uint32(masked_crc(length)).tobytes()
+        (tmp_path / "a.bin").write_bytes(head + random.bytes(size) + bytes(4))
+        for kind in ("tokens", "text", "jsonl"):
+            refused("a.bin is a TFRecord file", tmp_path, kind, path=f"{tmp_path}/a.bin")
 
 
 def test_text_and_unfinished_downloads_are_no_tokens(tmp_path):

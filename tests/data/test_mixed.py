@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitrain.data.datasets import BLOCK, Mixed, open_dataset
+from minitrain.data.datasets import BLOCK, Mixed, open_dataset, with_steps
 from minitrain.data.files import has_tokenizer
 from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import make_trainer, start
+from minitrain.settings import Config
 from minitrain.training.loop import training_steps
 from minitrain.training.loss import IGNORE
 from tests.helpers.commands import command
@@ -324,6 +325,59 @@ def test_settings_that_contradict_each_other(change, message):
     top = {key: change.pop(key) for key in ("task", "epochs") if key in change}
     with pytest.raises(InputError, match=message):
         from_dict({"model": MODEL, "data": data | change} | top)
+
+
+@pytest.mark.parametrize("kind, field", [("text", "text"), ("jsonl", "body"), ("tokens", "text")])
+def test_held_out_files_are_read_as_the_sources_are(tmp_path, kind, field):
+    """Not as the default kind, which is made up: the rows are those of the held-out files alone."""
+    words = " ".join(map(str, range(90)))
+    for name in ("a", "b", "held"):
+        file = tmp_path / f"{name}.{'npy' if kind == 'tokens' else 'txt'}"
+        text = name + words
+        if kind == "tokens":
+            np.save(file, np.frombuffer(text.encode(), np.uint8).astype(np.uint16))
+        elif kind == "jsonl":
+            file.write_text(json.dumps({"body": text, "text": "no"}))
+        else:
+            file.write_text(text)
+    suffix = file.suffix
+    sources = [{"path": f"{tmp_path}/{name}{suffix}", "kind": kind} for name in "ab"]
+    if kind == "jsonl":
+        sources = [source | {"field": field} for source in sources]
+    held = f"{tmp_path}/held{suffix}"
+    tree = {"model": MODEL, "batch": {"global": 2, "micro": 2, "seq_len": 32}}
+    data = {"sources": sources, "validation_path": held}
+    config = from_dict(tree | {"data": data, "validation": {"every": 1}})
+    _, found = open_dataset(config)
+    alone = {"kind": kind, "path": held, "field": field}
+    expected, _ = open_dataset(from_dict(tree | {"data": alone}))
+    assert len(found) == len(expected) > 4
+    for n in range(len(expected)):
+        assert torch.equal(found.row(n)["tokens"], expected.row(n)["tokens"])
+    # what was given counts
+    assert from_dict(tree | {"data": data | {"kind": "jsonl"}}).data.kind == "jsonl"
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft"])
+def test_nothing_is_validated_on_data_of_no_kind(task):
+    """Which would be random tokens, or none at all after the first step."""
+    kinds = ("jsonl", "jsonl") if task == "sft" else ("text", "jsonl")
+    sources = [{"path": name, "kind": kind} for name, kind in zip("ab", kinds, strict=True)]
+    tree = {"task": task, "model": MODEL, "validation": {"every": 1}}
+    with pytest.raises(InputError, match="validation.every=1 needs data.validation above 0"):
+        from_dict(tree | {"data": {"sources": sources}})
+    mixed = [{"path": "a", "kind": "text"}, {"path": "b", "kind": "tokens"}]
+    for data in ({"sources": mixed}, {}, {"kind": "mock"}, {"kind": "mock", "sources": sources}):
+        with pytest.raises(InputError, match="data.validation_path needs data.kind, that of its"):
+            from_dict({"model": MODEL, "data": data | {"validation_path": "v"}})
+
+
+def test_epochs_are_counted_as_they_are_written():
+    """1.1 of 50 rows are 55: in whole numbers, for all tenths and hundredths to 3."""
+    for hundredths in range(1, 301):
+        for rows, per_step in ((50, 1), (7, 2), (100, 4), (330, 3)):
+            config = with_steps(Config(epochs=hundredths / 100), rows, per_step)
+            assert config.steps == -(-hundredths * rows // (100 * per_step))
 
 
 @pytest.mark.parametrize(

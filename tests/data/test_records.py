@@ -113,6 +113,30 @@ def test_numbers_of_tables_are_exact(written):
         ]
 
 
+@pytest.mark.parametrize(
+    "kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()]
+)
+def test_texts_that_a_table_holds_as_bytes_are_text(tmp_path, kind):
+    """As Spark and Hive write them; other bytes are only an error where a text is wanted."""
+    texts = ["naïve é", "", "🙂 b'x'"]
+    rows = {"text": pyarrow.array([text.encode() for text in texts], kind)}
+    nested = [{"say": text.encode()} for text in texts]
+    table = pyarrow.table(
+        rows | {"more": pyarrow.array(nested), "hash": pyarrow.array([b"\xff\x00"] * 3)}
+    )
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as out:
+        out.write_table(table)
+    found = objects_in(tmp_path / "a.arrow")
+    assert [row["text"] for row in found] == texts
+    assert [row["more"] for row in found] == [{"say": text} for text in texts]
+    wrong = pyarrow.table({"text": pyarrow.array([b"good", b"caf\xe9", b"good"], kind)})
+    with pyarrow.ipc.new_file(tmp_path / "b.arrow", wrong.schema) as out:
+        out.write_table(wrong)
+    assert "b.arrow:2: 'text' holds " in told(tmp_path / "b.arrow")
+    data = Data("jsonl", str(tmp_path / "b.arrow"), on_error="skip")
+    assert "1 skipped" in open_data(data, 8, 258, 0)[0].about
+
+
 def test_tables_may_hold_numbers_that_are_not_finite(tmp_path):
     """As scores of a classifier do, beside the text that is read."""
     table = datasets.Dataset.from_dict(
@@ -195,6 +219,11 @@ def test_what_precedes_damage_is_kept_where_that_is_asked_for(written, tmp_path)
         ),
         (b'[{"text": "a"}] [', ": not valid JSON: Extra data"),
         (b"[1, 2]", ":1: must be a JSON object, not list"),
+        (
+            b'[{"role": "user"}]\n[{"role": "user"}]',
+            ':1: must be a JSON object, not list (messages stand in one: {"messages": [...]})',
+        ),
+        (b'[{"text": "a"}]\n\n{"text": "b"}', ":1: must be a JSON object, not list"),
         (gzip.compress(b'{"text": "a"}\n{"text": 5}'), ":2: 'text' must be text, not int"),
         (gzip.compress(b"\x89HDF" * 99), " is an HDF5 file"),
     ],

@@ -349,6 +349,51 @@ def test_pairs_that_fill_more_than_a_row_are_cut_or_dropped(tmp_path):
         )
 
 
+def test_pairs_that_are_cut_before_they_differ_are_dropped_and_cuts_are_told(tmp_path):
+    """By the bytes of each: a row has 32 for a reply, of which the last is predicted alone."""
+    file = tmp_path / "x.jsonl"
+    rows = []
+    for prompt, alike in (
+        (1, 2),
+        (1, 27),
+        (1, 28),
+        (1, 29),
+        (1, 30),
+        (1, 31),
+        (10, 18),
+        (10, 40),
+        (31, 0),
+        (40, 1),
+    ):
+        reply = "a" * alike
+        rows.append({"prompt": "?" * prompt, "chosen": reply + "GOOD", "rejected": reply + "BAD"})
+    rows.append({"prompt": "?", "chosen": "same ", "rejected": "same"})
+    file.write_text("\n".join(map(json.dumps, rows)))
+    expected = []
+    truncated = alike = 0
+    for row in rows:
+        # of the whole texts: the plain template ends a reply with eos, here a zero
+        texts = [f"{row['prompt']}\n{row[side]}\0".encode() for side in ("chosen", "rejected")]
+        if len(row["prompt"]) + 1 > 32:
+            continue
+        if texts[0][:33] == texts[1][:33]:
+            alike += 1
+            continue
+        truncated += any(len(text) > 33 for text in texts)
+        expected.append([text[:33] for text in texts])
+    tree = TREE | {"data": TREE["data"] | {"path": str(file), "template": "plain"}}
+    tree["batch"] = tree["batch"] | {"seq_len": 64}
+    data, _ = open_dataset(configs.from_dict(tree))
+    assert alike >= 2 and truncated >= 2
+    found = []
+    for pair in data.pairs:
+        texts = [[*sample.tokens, sample.labels[-1]] for sample in pair]
+        found.append([bytes(0 if n == 257 else n for n in text) for text in texts])
+    assert found == expected
+    assert f"({len(rows) - len(expected)} dropped), {truncated} truncated to 32 tok" in data.about
+    assert f" {alike} dropped as both replies are the same" in data.about
+
+
 # ----------------------------------------------------------------------------------------------------------------- run
 
 

@@ -42,15 +42,36 @@ class Message(NamedTuple):
         return {key: value for key, value in fields.items() if value is not None}
 
 
+class WrittenArguments(dict):
+    """Arguments that were given as JSON in a text, which they are where a template takes text.
+
+    Most templates write an object; DeepSeek-V3's adds the arguments to a text.
+    """
+
+    def __init__(self, arguments: dict, text: str):
+        super().__init__(arguments)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, text: str) -> str:
+        return self.text + text
+
+    def __radd__(self, text: str) -> str:
+        return text + self.text
+
+
 Chat = list[Message]
 
 # the date that Llama 3.1's and 3.2's templates write if none is given
 DATE = date(2024, 7, 26)
 # key -> pattern that a template must have to support it, if not the key itself; empty: any template
 KEY_PATTERNS = {"reasoning_content": "reasoning_content|thinking", "name": "", "tool_call_id": ""}
-# characters that no text has: a reply's begin and end, the tokenizer's beginning and eos
+# characters that no text may have: a reply's begin and end, the tokenizer's beginning and eos
 SAID, DONE, BEGINNING, EOS = map(chr, range(0xFDD0, 0xFDD4))
 MARKS = re.compile(f"[{SAID}{DONE}]")
+ALL_MARKS = re.compile(f"[{SAID}-{EOS}]")
 PLACEHOLDER = "\ue000a reply\ue000"
 
 
@@ -60,7 +81,7 @@ class ChatTemplate:
     special: tokens that a tokenizer must have. tokenizer: the template came with it.
     It counts the replies that `Rendering.pieces` finds, those that lack some of the message, and those that follow
     another prompt than generation has, by both prompts: templates of reasoning models drop
-    thoughts, and ask for them.
+    thoughts, and ask for them. And it counts the chats whose tools or calls have keys that are null.
     """
 
     def __init__(
@@ -79,7 +100,7 @@ class ChatTemplate:
             special = tokenizer.added_tokens()
         longest_first = sorted(special, key=len, reverse=True)
         self.added_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self.replies = self.shortened = 0
+        self.replies = self.shortened = self.with_nulls = 0
         self.prompts: Counter[tuple[str, str]] = Counter()
 
     @cached_property
@@ -98,7 +119,13 @@ class ChatTemplate:
         found = []
         if self.shortened:
             found.append(
-                f"{self.shortened:,} of {self.replies:,} replies lose text in the chat template (thoughts?)"
+                f"{self.shortened:,} of {self.replies:,} replies lose text in the chat template "
+                "(thoughts, or calls of tools?)"
+            )
+        if self.with_nulls:
+            found.append(
+                f"{self.with_nulls:,} chats show null in tools or calls, as to_json of datasets writes keys that a "
+                "row lacks (of its parquet or arrow files they are left out)"
             )
         for (asked, given), count in self.prompts.items():
             kept = "is saved with" if self.asks else "keeps"
@@ -134,6 +161,13 @@ class Rendering:
             ]
         self.messages = messages
         self.added_token = template.added_token
+        written = json.dumps([*messages, dict(shown)], ensure_ascii=False, default=dict)
+        if mark := ALL_MARKS.search(written):
+            raise InputError(
+                f"its text holds U+{ord(mark[0]):04X}, which Unicode keeps for programs (remove it)"
+            )
+        called = [message.more.get("tool_calls") for message in messages]
+        self.has_nulls = holds_null([shown.get("tools"), called])
 
     def render(self, messages: Chat, ask: bool = False) -> str:
         """Return the text of messages, with marks around replies where the template has some."""
@@ -169,6 +203,7 @@ class Rendering:
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Yield the text in pieces, each with whether the model is to say it."""
         # given text, a reply, given text, ...
+        self.template.with_nulls += self.has_nulls
         parts = MARKS.split(self.render(self.messages))
         text = "".join(parts)
         self.check_all_shown(text)
@@ -204,17 +239,49 @@ class Rendering:
 
         seen: the end of the reply before it.
         """
-        replaced = Message("assistant", PLACEHOLDER)
-        other = self.unmarked([*self.messages[:i], replaced, *self.messages[i + 1 :]])
-        before, *after = other.split(PLACEHOLDER)
-        end = self.added_token.search(after[0]) if len(after) == 1 else None
-        if end is None or not text.endswith(after[0]):
-            raise self.unclear(i)
+        for probe in self.probes(i):
+            try:
+                other = self.unmarked([*self.messages[:i], probe, *self.messages[i + 1 :]])
+            except InputError as error:
+                problem = error
+                continue
+            before, *after = other.split(PLACEHOLDER)
+            end = self.end_of_reply(i, probe, after[0]) if len(after) == 1 else None
+            # behind the placeholder an object of arguments is closed
+            if end and text.endswith(after[0][end.start() if probe.more else 0 :]):
+                break
+            problem = self.unclear(i)
+        else:
+            raise problem
         start = self.start_of_reply(text, i, seen, before) if i else len(before)
         end = len(text) - len(after[0]) + end.end()
         if not seen <= start <= end:
             raise self.unclear(i)
         return start, end
+
+    def probes(self, i: int) -> Iterator[Message]:
+        """Yield replies to try in place of message i, each with the placeholder in it.
+
+        A text; and since a template may refuse tools' answers to that, or end it otherwise than
+        calls: the calls, of which the last has other arguments.
+        """
+        yield Message("assistant", PLACEHOLDER)
+        message = self.messages[i]
+        if calls := message.more.get("tool_calls"):
+            arguments = {PLACEHOLDER: ""}
+            arguments = WrittenArguments(arguments, json.dumps(arguments, ensure_ascii=False))
+            function = calls[-1]["function"] | {"arguments": arguments}
+            calls = [*calls[:-1], calls[-1] | {"function": function}]
+            yield message._replace(more={**message.more, "tool_calls": calls})
+
+    def end_of_reply(self, i: int, probe: Message, after: str) -> re.Match | None:
+        """Return the token in the text after the placeholder that ends the reply, None if unclear."""
+        if not probe.more:
+            return self.added_token.search(after)
+        # tokens may end parts of calls: the last one before the next message counts
+        alone = self.unmarked([*self.messages[:i], probe]).partition(PLACEHOLDER)[2]
+        end = max(self.added_token.finditer(alone), key=re.Match.end, default=None)
+        return end if end and after.startswith(alone[: end.end()]) else None
 
     def start_of_reply(self, text: str, i: int, seen: int, before: str) -> int:
         """Return where message i begins. before: the text up to what the reply says."""
@@ -245,8 +312,10 @@ class Rendering:
         texts = [message.content or "", message.more.get("reasoning_content", "")]
         # a thought may begin in the given text
         written = without_spaces(text[seen:end])
+        lost = any(without_spaces(each) not in written for each in texts)
+        lost |= any(not is_written(call, written) for call in message.more.get("tool_calls", ()))
         self.template.replies += 1
-        self.template.shortened += any(without_spaces(each) not in written for each in texts)
+        self.template.shortened += lost
         if not i:
             return
         asked = self.unmarked(self.messages[:i], ask=True)
@@ -263,6 +332,28 @@ class Rendering:
 
 def without_spaces(text: str) -> str:
     return "".join(text.split())
+
+
+def is_written(call: dict, written: str) -> bool:
+    """Return True if a text without spaces has a call's name, and its arguments' names and texts.
+
+    The texts may be as in JSON; numbers and the like each template writes in its own way.
+    """
+    function = call["function"]
+    arguments = function["arguments"]
+    for text in (function["name"], *arguments, *arguments.values()):
+        if isinstance(text, str):
+            forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+            if not any(without_spaces(form) in written for form in forms):
+                return False
+    return True
+
+
+def holds_null(value: Any) -> bool:
+    """Return True if an object in a value has a key that is null."""
+    if isinstance(value, dict):
+        return None in value.values() or any(map(holds_null, value.values()))
+    return isinstance(value, list) and any(map(holds_null, value))
 
 
 # --- Jinja

@@ -9,6 +9,7 @@ as it does in transformers.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from minitrain.data.chat.chat_templates import (
     ChatTemplate,
     Message,
     Rendering,
+    WrittenArguments,
 )
 from minitrain.data.records import text_of
 from minitrain.data.text.text_rows import Sample
@@ -119,6 +121,10 @@ THOUGHTS = (
     "chain_of_thought",
     "cot",
 )
+# of what a template is shown beside the messages
+SHOWN = ("tools", "documents", "enable_thinking", "chat_template_kwargs")
+# of a tool call: OpenAI's, then what Llama 3 writes, LangChain's, and Anthropic's
+ARGUMENTS = ("arguments", "parameters", "args", "input")
 # Keys of what templates and other trainers show to the model or have it say, and is not read here.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "files", "attachments")
 UNREAD_IN_LINE = (*MEDIA, "functions", "available_tools", "tool_definitions")
@@ -188,6 +194,21 @@ MASKS = (
     "token_weights",
 )
 MASKING_WORDS = ("train", "learn", "loss", "mask", "weight", "supervis", "ignor", "skip")
+# and that say which or how many, so that 0 and 1 mask nothing
+COUNTING_WORDS = {
+    "batch",
+    "count",
+    "epoch",
+    "id",
+    "ids",
+    "idx",
+    "index",
+    "indices",
+    "num",
+    "number",
+    "score",
+    "step",
+}
 # ShareGPT's names of roles
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -212,13 +233,43 @@ def read_messages(record: dict) -> Chat:
 def read_shown(record: dict) -> dict:
     """Return what a template is shown beside the messages of a line: tools and other variables.
 
-    tools, documents: lists. enable_thinking: a variable that verl reads there. chat_template_kwargs:
-    variables by name. Raises InputError for anything else.
+    tools, documents: lists of objects. enable_thinking: a variable that verl reads there.
+    chat_template_kwargs: variables by name. Raises InputError for anything else.
     """
-    shown = {key: read_value(record, key, list) for key in ("tools", "documents")}
-    shown["enable_thinking"] = record.get("enable_thinking")
-    shown |= read_value(record, "chat_template_kwargs", dict) or {}
+    shown = {key: record.get(key) for key in SHOWN[:3]}
+    more = read_value(record, "chat_template_kwargs", dict) or {}
+    shown = {key: value for key, value in (shown | more).items() if value is not None}
+    for key in shown.keys() & {"tools", "documents"}:
+        shown[key] = read_objects(shown, key) or None
+    if shown.get("tools"):
+        shown["tools"] = [read_tool(tool) for tool in shown["tools"]]
     return {key: value for key, value in shown.items() if value is not None}
+
+
+def read_objects(record: dict, key: str) -> list[dict]:
+    """Return a list of objects. It, and each of them, may be written as JSON in a text.
+
+    So data sets hold objects of different keys in one table. An empty list is one of nothing.
+    """
+    items = []
+    for item in read_value(record, key, list) or []:
+        with suppress(ValueError):
+            item = json.loads(item) if isinstance(item, str) else item
+        if not isinstance(item, dict):
+            told = json.dumps(item, ensure_ascii=False)
+            raise InputError(f"{key!r} is not supported with {told} in it (a list of objects)")
+        items.append(item)
+    return items
+
+
+def read_tool(tool: dict) -> dict:
+    """Return a tool whose function, and whose parameters, may be written as JSON in texts."""
+    for key in ("function", "parameters", "input_schema"):
+        if tool.get(key) and isinstance(tool[key], str):
+            tool = tool | {key: read_value(tool, key, dict)}
+    if isinstance(tool.get("function"), dict):
+        tool = tool | {"function": read_tool(tool["function"])}
+    return tool
 
 
 def read_value(record: dict, key: str, kind: type) -> Any:
@@ -296,9 +347,14 @@ def masks(key: str, value: Any) -> bool:
     if key in MASKS:
         return bool(value)
     # snake_case or camelCase
-    words = re.split("[^A-Za-z]|(?=[A-Z])", key)
+    words = {word.lower() for word in re.split("[^A-Za-z]|(?=[A-Z])", key)}
+    # a loss of 0.0 is a score
+    weighs = any(word.startswith("weight") for word in words)
+    counts = words & COUNTING_WORDS and "mask" not in words
+    if counts or (isinstance(value, float) and not weighs):
+        return False
     first = value[0] if isinstance(value, list) and value else value
-    return first in (0, 1) and any(word.lower().startswith(MASKING_WORDS) for word in words)
+    return first in (0, 1) and any(word.startswith(MASKING_WORDS) for word in words)
 
 
 def with_system(turns: Chat, record: dict) -> Chat:
@@ -379,20 +435,47 @@ def text_of_parts(content: list) -> str:
 
 
 def read_calls(turn: dict) -> list[dict]:
-    """Return a turn's tool calls as OpenAI's interface has them."""
+    """Return a turn's tool calls as OpenAI's interface has them.
+
+    The arguments may have another name, or stand beside the function. Raises InputError for a call
+    without any: one that needs none says {}.
+    """
     found = []
-    for call in read_value(turn, "tool_calls", list) or []:
-        call = call if isinstance(call, dict) and call.get("function") else {"function": call}
-        function = call["function"]
-        if not isinstance(function, dict) or not function.get("name"):
+    for call in read_objects(turn, "tool_calls"):
+        function = read_value(call, "function", dict) or call
+        if not function.get("name"):
             raise InputError(
                 "'tool_calls' must be a list of objects with 'function': {'name': ...}"
             )
-        arguments = read_value(function, "arguments", dict) or {}
-        found.append(
-            {"type": "function"} | call | {"function": function | {"arguments": arguments}}
-        )
+        arguments = arguments_of(call, function)
+        around = {} if function is call else without(call, ARGUMENTS)
+        function = without(function, ("function", *ARGUMENTS)) | {"arguments": arguments}
+        found.append({"type": "function"} | around | {"function": function})
     return found
+
+
+def arguments_of(call: dict, function: dict) -> dict:
+    """Return the arguments of a call. Raises InputError where two places have different ones."""
+    told = f"the call of {function['name']!r}"
+    places = [(part, key) for part in (function, call) for key in ARGUMENTS]
+    given = [read_arguments(part, key) for part, key in places if part.get(key) is not None]
+    if not given:
+        raise InputError(
+            f"{told} has no key 'arguments' (a call without arguments says 'arguments': {{}})"
+        )
+    filled = [arguments for arguments in given if arguments]
+    if any(arguments != filled[0] for arguments in filled):
+        raise InputError(f"{told} has two different sets of arguments (keep 'arguments')")
+    return (filled or given)[0]
+
+
+def read_arguments(part: dict, key: str) -> dict:
+    arguments = read_value(part, key, dict) or {}
+    return WrittenArguments(arguments, part[key]) if isinstance(part[key], str) else arguments
+
+
+def without(record: dict, keys: Sequence[str]) -> dict:
+    return {key: value for key, value in record.items() if key not in keys}
 
 
 def words_of(record: dict, key: str) -> str:

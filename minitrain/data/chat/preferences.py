@@ -28,7 +28,7 @@ from minitrain.data.chat.chats import (
     with_system,
     words_of,
 )
-from minitrain.data.chat.sft import Chats, fit
+from minitrain.data.chat.sft import Chats, fit_sample
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, read_records
@@ -46,7 +46,8 @@ MOCK_PAIRS = 64
 def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
     """Return the training pairs in rows, and the held-out ones, or None; see `open_chats`.
 
-    A pair fits a row: a chat of more than half a row is truncated, or its pair dropped.
+    A pair fits a row: a chat of more than half a row is truncated, or its pair dropped. So is a
+    pair whose chats are the same, as far as they fit.
     """
     data = config.data
     half = config.batch.seq_len // 2
@@ -62,14 +63,24 @@ def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
 
     skips = Skips(data.on_error == "skip")
     pairs = []
-    dropped = 0
+    dropped = truncated = alike = 0
     for pair in read_records(find_files(data), read, skips):
-        fitting, _ = fit(pair, half, data.over_long)
-        if len(fitting) == 2:
-            pairs.append(fitting)
-        else:
+        cut = [fit_sample(sample, half, data.over_long) for sample in pair]
+        if None in cut:
             dropped += 1
-    counts = f" ({dropped:,} dropped){skips.aside}"
+        # nothing tells them apart: the loss is log 2, its gradient the noise of rounding
+        elif all(map(np.array_equal, *cut)):
+            dropped += 1
+            alike += 1
+        else:
+            pairs.append(cut)
+            truncated += any(len(sample.tokens) > half for sample in pair)
+    counts = f" ({dropped:,} dropped)"
+    if truncated:
+        counts += f", {truncated:,} truncated to {half:,} tokens a reply,"
+    if alike:
+        counts += f" {alike:,} dropped as both replies are the same so far,"
+    counts += skips.aside
     if not pairs:
         raise InputError(
             f"data.path={data.path} holds no pair to learn from with batch.seq_len={2 * half}{counts}"

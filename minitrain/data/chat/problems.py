@@ -173,27 +173,39 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
     An empty key stands for the first usual name that holds something.
     """
     chat = chat_key(row)
-    refuse_unread(row, UNREAD_IN_LINE, "the prompt")
     if 0 in (row.get(key) for key in LEARNED_LINE):
         raise InputError("the line is not to be learned (remove it)")
+    turns, last = read_question(row, prompt_key)
     if chat is None or prompt_key:
-        turns = read_prompt(row, prompt_key)
-        answer = None
+        return turns, answer_of(row, answer_key)
+    if not turns or last is None:
+        raise InputError(
+            f"{chat!r} must end with the assistant's answer to what comes before (if all of it is the prompt, "
+            f"say so: grpo.prompt_key={chat})"
+        )
+    if not last.learned:
+        raise InputError(f"the last message of {chat!r} is masked, but it is the answer")
+    answer = words_of(last.as_dict(), "content")
+    return turns, answer_of(row, answer_key) if answer_key else answer
+
+
+def read_question(row: dict, key: str = "") -> tuple[Chat, Message | None]:
+    """Return the messages that a reply is to follow, and the line's own reply if it ends a chat.
+
+    key: of the prompt; without one it is a chat's beginning, or under the first usual name that
+    holds something. Raises InputError for what the model should be shown, and would not.
+    """
+    refuse_unread(row, UNREAD_IN_LINE, "the prompt")
+    chat = chat_key(row)
+    last = None
+    if chat is None or key:
+        turns = read_prompt(row, key)
     else:
         refuse_unread(row, ["context"], "the messages")
         turns = read_turns(row, chat)
-        if len(turns) < 2 or turns[-1].role != "assistant":
-            raise InputError(
-                f"{chat!r} must end with the assistant's answer to what comes before (if all of it is the prompt, "
-                f"say so: grpo.prompt_key={chat})"
-            )
-        *turns, last = turns
-        if not last.learned:
-            raise InputError(f"the last message of {chat!r} is masked, but it is the answer")
-        answer = words_of(last.as_dict(), "content")
-    if answer is None or answer_key:
-        answer = answer_of(row, answer_key)
-    return with_system(turns, row), answer
+        if turns and turns[-1].role == "assistant":
+            *turns, last = turns
+    return with_system(turns, row), last
 
 
 def read_prompt(row: dict, key: str) -> Chat:

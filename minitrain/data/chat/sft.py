@@ -87,16 +87,23 @@ def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[S
     truncated = 0
     dropped = 0
     for sample in samples:
-        is_long = len(sample.tokens) > seq_len
-        predicted = np.flatnonzero(sample.labels[:seq_len] != IGNORE)
-        if (is_long and over_long == "drop") or not len(predicted):
+        fitting = fit_sample(sample, seq_len, over_long)
+        if fitting is None:
             dropped += 1
         else:
-            truncated += is_long
-            # the row may end within a question
-            end = predicted[-1] + 1
-            kept.append(Sample(sample.tokens[:end], sample.labels[:end]))
+            truncated += len(sample.tokens) > seq_len
+            kept.append(fitting)
     return kept, f" ({truncated:,} truncated, {dropped:,} dropped)" if truncated + dropped else ""
+
+
+def fit_sample(sample: Sample, seq_len: int, over_long: str) -> Sample | None:
+    """Return a sample cut to fit a row; None if it is to be dropped."""
+    predicted = np.flatnonzero(sample.labels[:seq_len] != IGNORE)
+    if (len(sample.tokens) > seq_len and over_long == "drop") or not len(predicted):
+        return None
+    # the row may end within a question
+    end = predicted[-1] + 1
+    return Sample(sample.tokens[:end], sample.labels[:end])
 
 
 class Chats:

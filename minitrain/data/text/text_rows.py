@@ -13,6 +13,7 @@ is read. Before the first step a sample of them is checked, spread evenly over a
 CHECKED tokens to train on, and as many held out. To skip bad rows, all rows are read once.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.files import SUFFIXES, find_files, stamp_of
+from minitrain.data.files import find_files, stamp_of
 from minitrain.data.held_out import hold_out, split_lone
-from minitrain.data.records import Skips, read_records, read_texts, text_of
+from minitrain.data.records import Skips, holds_records, read_records, read_texts, text_of
 from minitrain.data.text.corpus import Corpus, join_files, keep_tokens, tokenize
 from minitrain.data.text.token_files import open_tokens
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer, tokenizer_file, with_companions
@@ -165,11 +166,32 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
 # --- documents
 
 
-def read_documents(files: list[Path], field: str) -> Iterator[str]:
-    """Yield the documents of files: of JSONL and tables each object's, at a key; else the text."""
+def find_documents(paths: list[str], field: str, kind: str) -> tuple[list[Path], str]:
+    """Return the files of paths, and a note on those that were left out.
+
+    kind: text, jsonl, or auto, which `read_documents` decides for each file. Then a folder with
+    objects stands for the files that hold them: beside data on the hub are a README and the like.
+    """
+    if kind != "auto":
+        return find_files(Data(kind, paths, field=field)), ""
+    found = []
+    left = 0
+    for path in paths:
+        files = find_files(Data("text", path))
+        if os.path.isdir(os.path.expanduser(path)):
+            records = [file for file in files if holds_records(file, [field])]
+            left += len(files) - len(records) if records else 0
+            files = records or files
+        found += files
+    note = f" (without {left:,} other files beside them: --kind text takes all)" if left else ""
+    return find_files(Data("text", list(map(str, found)))), note
+
+
+def read_documents(files: list[Path], field: str, kind: str = "auto") -> Iterator[str]:
+    """Yield the documents of files: each object's text at a key, or each file's."""
     skips = Skips()
     for file in files:
-        if file.name.endswith(SUFFIXES["jsonl"]):
+        if kind == "jsonl" or (kind == "auto" and holds_records(file, [field])):
             yield from read_records([file], partial(_document, field), skips)
         else:
             yield from read_texts([file], skips)

@@ -4,7 +4,10 @@ The networks are those of a published pipeline, by diffusers and transformers; P
 video files. Left out: image-to-video models' condition, and CLIP's features of an image.
 """
 
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,32 +79,77 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
     """
     from PIL import Image, ImageOps
 
-    frames = []
-    # PIL gives width first
-    shape = size[1], size[0]
     if path.is_dir():
         shown = path.glob("[!.]*")
-        for file in sorted(shown, key=lambda file: (len(file.stem), file.stem))[:most]:
-            with refused(f"{file} cannot be read as a picture"):
-                picture = Image.open(file).convert("RGB")
-            frames.append(ImageOps.fit(picture, shape, Image.Resampling.BICUBIC))
+        files = sorted(shown, key=lambda file: (len(file.stem), file.stem))[:most]
+        pictures = map(open_picture, files)
     else:
-        av = load_av(path)
-        try:
-            with av.open(str(path)) as file:
-                for frame in file.decode(video=0):
-                    # a slower video shows a frame more than once
-                    while len(frames) < most and frame.time >= len(frames) / rate - 1e-3:
-                        picture = frame.to_image()
-                        frames.append(ImageOps.fit(picture, shape, Image.Resampling.BICUBIC))
-                    if len(frames) == most:
-                        break
-        except (av.FFmpegError, IndexError) as error:
-            raise InputError(f"{path} cannot be read as a video: {error}") from None
+        pictures = islice(sampled(path, rate), most)
+    # PIL gives width first
+    shape = size[1], size[0]
+    frames = [ImageOps.fit(each, shape, Image.Resampling.BICUBIC) for each in pictures]
     if not frames:
         raise InputError(f"{path} holds no frame")
     video = np.stack(frames[: 1 + (len(frames) - 1) // 4 * 4])
     return torch.from_numpy(video).movedim(-1, 1)
+
+
+def open_picture(file: Path) -> Any:
+    """Return a picture in RGB of 8 bits, upright as its EXIF says."""
+    from PIL import Image, ImageOps
+
+    with refused(f"{file} cannot be read as a picture"):
+        picture = ImageOps.exif_transpose(Image.open(file))
+        # PIL would cut 16 bits off at 255
+        if picture.mode.startswith("I"):
+            picture = Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
+        return picture.convert("RGB")
+
+
+def sampled(path: Path, rate: float) -> Iterator[Any]:
+    """Yield what a video shows at 0, 1 / rate, 2 / rate, ... seconds after its first frame."""
+    av = load_av(path)
+    try:
+        with av.open(str(path)) as file:
+            stream = file.streams.video[0]
+            count = 0
+            shown = None
+            until = 0.0
+            for begin, lasts, frame in timed(file, stream):
+                # a picture is on screen until the next one comes
+                while shown and begin > count / rate + 1e-3:
+                    yield upright(shown, stream)
+                    count += 1
+                shown = frame
+                until = begin + max(lasts, 2e-3)
+            while shown and until > count / rate + 1e-3:
+                yield upright(shown, stream)
+                count += 1
+    except (av.FFmpegError, IndexError) as error:
+        raise InputError(f"{path} cannot be read as a video: {error}") from None
+
+
+def timed(file: Any, stream: Any) -> Iterator[tuple[float, float, Any]]:
+    """Yield when each frame of a stream comes after the first, and how long it lasts, in seconds.
+
+    Raw streams have no times: their rate tells.
+    """
+    first = None
+    own = float(stream.guessed_rate or stream.average_rate or RATE)
+    for number, frame in enumerate(file.decode(stream)):
+        time = number / own if frame.time is None else frame.time
+        first = time if first is None else first
+        yield time - first, float((frame.duration or 0) * (frame.time_base or 0)), frame
+
+
+def upright(frame: Any, stream: Any) -> Any:
+    """Return a frame's picture as players show it: with square pixels, and turned."""
+    picture = frame.to_image()
+    wide = float(stream.sample_aspect_ratio or 1)
+    if wide != 1:
+        picture = picture.resize((round(picture.width * wide), picture.height))
+    # counterclockwise, in degrees
+    return picture.rotate(frame.rotation, expand=True)
 
 
 def write_mp4(path: Path, video: Tensor) -> None:

@@ -292,7 +292,14 @@ def read_video(path: Path, names: Iterable[str] = tuple(DIMENSIONS)) -> Row:
     return video
 
 
-def save_video(path: str | Path, latents: Tensor, text: Tensor, **more: Tensor) -> None:
+def save_video(
+    path: str | Path,
+    latents: Tensor,
+    text: Tensor,
+    metadata: dict[str, str] | None = None,
+    **more: Tensor,
+) -> None:
     """Write one file of a cache. more: `negative`; for image-to-video `condition` and `image`."""
     tensors = {"latents": latents, "text": text, **more}
-    write_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_tensors(tensors, path, metadata)

@@ -10,7 +10,8 @@ What is stored is in checkpoint_state.py.
 
 Not stored: learning rates, data position and random state, which are functions of the config and
 the step; and frozen weights, beside which adapters are trained, but for a digest that tells whether
-they are still the same.
+they are still the same. Dropout's random state is of the layout, too (training/loop.py): with
+lora.dropout, another number of ranks draws other masks.
 """
 
 import shutil

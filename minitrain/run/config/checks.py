@@ -132,8 +132,13 @@ def _data_faults(c: Config) -> Faults:
         not 0 <= d.validation < 1,
         f"data.validation={d.validation} must be at least 0 and below 1",
     )
-    made_up = d.sources or d.kind in ("mock", "shapes")
-    yield not (made_up or d.path), f"data.kind={d.kind} needs data.path"
+    made_up = d.kind in ("mock", "shapes")
+    yield not (d.sources or made_up or d.path), f"data.kind={d.kind} needs data.path"
+    yield (
+        d.validation_path and made_up,
+        f"data.validation_path needs data.kind, that of its files (text, jsonl, tokens or latents): "
+        f"data.kind={d.kind} is made up",
+    )
     yield (
         max(d.size, default=0) > 1 << 20,
         f"data.size={d.size} must be numbers of at most 1,048,576",
@@ -258,7 +263,7 @@ def _held_out_faults(c: Config) -> Faults:
     d = c.data
     held = d.validation or d.validation_path
     every = c.validation.every
-    has_own = d.kind == "mock" or c.task == "diffusion"
+    has_own = (d.kind == "mock" and not d.sources) or c.task == "diffusion"
     yield (
         every and not (has_own or held),
         f"validation.every={every} needs data.validation above 0, the share held out, or data.validation_path",

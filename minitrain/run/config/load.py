@@ -20,7 +20,7 @@ from minitrain.run.config.config_yaml import (
     read_tree,
     type_and_value,
 )
-from minitrain.settings import Config, Lora, Model
+from minitrain.settings import Config, Data, Lora, Model
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
@@ -44,15 +44,29 @@ def from_dict(tree: dict) -> Config:
         config.lora = Lora()
     elif config.lora and config.lora.path:
         config.lora = _read_lora(config, tree["lora"])
-    if config.data.path and "kind" not in tree["data"]:
+    given = tree.get("data") or {}
+    if config.data.path and "kind" not in given:
         raise InputError(
             "data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock"
         )
+    _take_from_sources(config.data, given)
     # brings torch, which takes seconds: unknown keys and wrong types are told before
     from minitrain.run.config.checks import validate
 
     validate(config)
     return config
+
+
+def _take_from_sources(data: Data, given: dict) -> None:
+    """Set data.kind and data.field as all sources have them, unless they are given.
+
+    The files of data.validation_path are read by them.
+    """
+    for key in ("kind", "field"):
+        own = {getattr(source, key) for source in data.sources} - {None}
+        named = all(getattr(source, key) is not None for source in data.sources)
+        if key not in given and named and len(own) == 1:
+            setattr(data, key, own.pop())
 
 
 def _read_lora(config: Config, given: dict) -> Lora:
