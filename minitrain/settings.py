@@ -140,7 +140,8 @@ class Optim:
     # this many steps in a row without a finite loss and gradient norm end the run
     max_skipped: int = number(10, 1)
     states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
-    stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
+    # of the weights and states that are stored in bf16; Muon's weights need it there
+    stochastic_rounding: bool = False
     ema: float = number(0.0, 0, 1)  # decay of the weights' average (training/ema.py); 0: none
     ema_warmup: bool = False  # a smaller decay in the first steps
     newton_schulz: Literal["bf16", "fp32"] = "bf16"  # type of Muon's matrix products
