@@ -261,7 +261,7 @@ class GRPO:
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
     # below it a weight is raised to it, or with mask left out
     importance_low: float = number(0.0, 0, RATIO)
-    # above it a weight is lowered to it, or with mask left out
+    # above it a weight is lowered to it, or with mask left out; 1e9 is above any
     importance_high: float = number(2.0, 0, RATIO)
     # above 1: groups without a signal are replaced, in up to so many rounds of sampling (DAPO)
     generations: int = number(1, 1, 1000)

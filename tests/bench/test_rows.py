@@ -1,5 +1,7 @@
 """Every published row has one config, which says what the table says and can be laid out on the table's GPUs."""
 
+import math
+
 import pytest
 
 from minitrain.bench import rows
@@ -75,6 +77,45 @@ def test_task_precision_and_model_are_as_published(row_id):
             row["settings"]["lora"][key] for key in ("rank", "alpha")
         )
     assert config.recompute == expected_recompute(row)
+
+
+@pytest.mark.parametrize("row_id", [key for key, row in ROWS.items() if row["task"] == "grpo"])
+def test_settings_of_reinforcement_learning_are_the_recipes(row_id):
+    config, settings = read(row_id), ROWS[row_id]["settings"]
+    grpo, optim = config.grpo, config.optim
+    assert (optim.lr, optim.weight_decay) == (settings["lr"], settings["weight_decay"])
+    assert optim.clip == settings["grad_clip"] and optim.betas == [0.9, 0.999]
+    assert (grpo.kl, grpo.kl_estimator) == (settings["kl"]["coef"], settings["kl"]["estimator"])
+    assert [grpo.clip_low, grpo.clip_high] == settings["clip"]
+    assert (grpo.prompts, grpo.group) == (
+        settings["prompts_per_step"],
+        settings["generations_per_prompt"],
+    )
+    corrected = "truncate" if settings["importance_correction"] else "none"
+    assert (grpo.importance, grpo.lag) == (corrected, ROWS[row_id]["off_policy"])
+    # the log of a weight is at most 20
+    assert settings["importance_limit"] is None and (
+        corrected == "none" or (grpo.importance_low == 0 and grpo.importance_high > math.exp(20))
+    )
+    differs = REFERENCES[CONFIG_OF[row_id]].get("differs", "")
+    assert ("routers" in differs) == (getattr(config.model.config, "num_experts", 0) > 0)
+    assert ("new weights" in differs) == ("in-flight" in settings["refit"])
+
+
+@pytest.mark.parametrize("row_id", ROWS)
+def test_rows_say_of_their_table_what_stands_there(row_id):
+    """The column FSDP, the length that the text gives, and what the recipe has besides."""
+    row, reference = ROWS[row_id], REFERENCES[CONFIG_OF[row_id]]
+    text = (CONFIGS / f"{CONFIG_OF[row_id]}.yaml").read_text()
+    head = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines())
+    replicas = row.get("fsdp") == 0 and row["table"] in ("pretrain", "diffusion")
+    assert ("The table's FSDP 0 is replicated" in head) == replicas
+    assert "as in the table" not in text
+    packed = "SQuAD" in str(row.get("notes"))
+    said = f"packed to 4096 tokens, the row's are {row['seq_len']}"
+    assert (said in reference.get("known_error", "")) == (packed and row["seq_len"] != 4096)
+    overlapped = row["settings"].get("async_tp", False)
+    assert ("asynchronous TP" in reference.get("differs", "")) == overlapped
 
 
 def expected_recompute(row: dict) -> str | int:
