@@ -54,13 +54,15 @@ def main(arguments: list[str]) -> None:
     if problem := find_damage(folder, 0, 1):
         raise InputError(f"checkpoint {folder} is damaged: {problem}")
     config = load(Path(options.run, "config.yaml"), ALONE.split())
-    asks = None
-    if config.task in CHATS:
-        # the chats say how replies begin
+    description = read_description(folder)
+    extra = description["extra"]
+    asks = extra.get("asks")
+    if config.task in CHATS and "asks" not in extra:
+        # of an earlier version: the chats say how replies begin
         asks = getattr(open_dataset(config)[0], "asks", None)
     trainer = make_trainer(config, start(config))
     weights = changing(trainer.model)
-    reader = IndexedReader(folder, read_description(folder)["files"])
+    reader = IndexedReader(folder, description["files"])
     stored = reader.index.state_dict_metadata
     check_weights(folder, stored, weights, set(weights))
     dcp.load(weights, storage_reader=reader)
