@@ -41,12 +41,11 @@ def agreed_fingerprint(config: Config) -> dict[str, dict[str, str]]:
     All ranks call it together. Raises InputError if they do not see the same files, those of the
     model to start from among them: each node may have its own copy.
     """
-    parts = {"files": config.data}
-    if config.data.validation_path:
-        parts["held_out"] = held_out_apart(config)[1].data
-    data = {part: {} for part in PARTS}
-    for part, source in parts.items():
-        data[part] = {str(file): file_digest(file) for file in data_files(source)}
+    held = held_out_apart(config)[1].data if config.data.validation_path else None
+    data = {
+        part: {str(file): file_digest(file) for file in (data_files(source) if source else ())}
+        for part, source in zip(PARTS, (config.data, held), strict=True)
+    }
     if dist.get_world_size() > 1:
         model = {str(file): file_digest(file) for file in model_files(config)}
         check_same({"data": data["files"], "held-out data": data["held_out"], "model": model})
