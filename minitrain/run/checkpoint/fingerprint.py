@@ -41,10 +41,10 @@ def agreed_fingerprint(config: Config) -> dict[str, dict[str, str]]:
     All ranks call it together. Raises InputError if they do not see the same files, those of the
     model to start from among them: each node may have its own copy.
     """
-    held = held_out_apart(config)[1].data if config.data.validation_path else None
+    sources = config.data, held_out_apart(config)[1].data
     data = {
-        part: {str(file): file_digest(file) for file in (data_files(source) if source else ())}
-        for part, source in zip(PARTS, (config.data, held), strict=True)
+        part: {str(file): file_digest(file) for file in data_files(source)}
+        for part, source in zip(PARTS, sources, strict=True)
     }
     if dist.get_world_size() > 1:
         model = {str(file): file_digest(file) for file in model_files(config)}
@@ -55,7 +55,7 @@ def agreed_fingerprint(config: Config) -> dict[str, dict[str, str]]:
 def data_files(data: Data) -> list[Path]:
     if data.sources:
         return [file for source in apart(data).values() for file in data_files(source)]
-    if data.kind in ("mock", "shapes"):
+    if not data.path or data.kind in ("mock", "shapes"):
         return []
     files = find_files(data)
     indices = [file.with_suffix(".idx") for file in files if file.suffix == ".bin"]
@@ -149,14 +149,12 @@ def data_change(before: dict, now: dict) -> str | None:
             if name in old or Path(name).name not in tokenizer
         ]
         if changed and not names.intersection(differing(before["settings"], now["settings"])):
-            how = "has changed"
-            if changed[0] not in old:
-                how = "is new"
-            elif changed[0] not in new:
-                how = "is gone"
+            first = changed[0]
+            gone = "has changed" if first in new else "is gone"
+            how = gone if first in old else "is new"
             more = f" ({len(changed)} files differ)" if len(changed) > 1 else ""
             return (
-                f"{changed[0]} {how} since the run began{more}: it cannot continue (restore it, or use another "
+                f"{first} {how} since the run began{more}: it cannot continue (restore it, or use another "
                 f"out_dir)"
             )
     return None
