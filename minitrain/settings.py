@@ -140,7 +140,8 @@ class Optim:
     # this many steps in a row without a finite loss and gradient norm end the run
     max_skipped: int = number(10, 1)
     states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
-    stochastic_rounding: bool = False  # of the weights and states that are stored in bf16
+    # of the weights and states that are stored in bf16; Muon's weights need it there
+    stochastic_rounding: bool = False
     ema: float = number(0.0, 0, 1)  # decay of the weights' average (training/ema.py); 0: none
     ema_warmup: bool = False  # a smaller decay in the first steps
     newton_schulz: Literal["bf16", "fp32"] = "bf16"  # type of Muon's matrix products
@@ -260,7 +261,7 @@ class GRPO:
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
     # below it a weight is raised to it, or with mask left out
     importance_low: float = number(0.0, 0, RATIO)
-    # above it a weight is lowered to it, or with mask left out
+    # above it a weight is lowered to it, or with mask left out; 1e9 is above any
     importance_high: float = number(2.0, 0, RATIO)
     # above 1: groups without a signal are replaced, in up to so many rounds of sampling (DAPO)
     generations: int = number(1, 1, 1000)

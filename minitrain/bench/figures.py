@@ -84,5 +84,6 @@ def placed(config: Config, ranks: int, machine: str) -> Config:
     if "system" in reference and not is_of_system(machine, reference["system"]):
         changed.append("system")
     if changed:
-        reference = reference | {"changed": changed}
+        # each once
+        reference = reference | {"changed": list(dict.fromkeys(changed))}
     return dataclasses.replace(config, reference=reference)

@@ -151,7 +151,7 @@ def merge_results(results: list[dict], day: str) -> Report:
         row = rows.get(result["row"])
         if mode == "calibration":
             report.calibrations.append(result)
-        elif mode in MODES and row and result.get("ratio") and on_own_system(result):
+        elif mode in MODES and row and is_comparable(result, row):
             is_ours = mode == "simulated" and result["reference"].get("layout") == "ours"
             row.results["fastest" if is_ours else mode] = result
             if result.get("as_published"):
@@ -167,6 +167,23 @@ def merge_results(results: list[dict], day: str) -> Report:
         if row.results or is_published(row.name):
             report.tables.setdefault(title, []).append(row)
     return report
+
+
+def is_comparable(result: dict, row: Row) -> bool:
+    """Return True for a result of the row's work, on its GPUs, that was compared with its figure.
+
+    The file that a result was kept in may be of another version's configs.
+    """
+    kept = result["reference"]
+    reference = row.reference
+    same = (row.figure, f"corrected_{row.figure}")
+    return (
+        bool(result.get("ratio"))
+        and not kept.get("changed")
+        and all(kept.get(key) == reference.get(key) for key in same)
+        and result["world_size"] == reference["gpus"]
+        and on_own_system(result | {"reference": reference})
+    )
 
 
 # --- accuracy

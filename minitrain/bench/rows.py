@@ -1,5 +1,6 @@
 """The published rows: which config stands for which, and what was published."""
 
+import re
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -51,6 +52,8 @@ CONVENTIONS = ("clean", "automodel", "nemo_pretrain", "nemo_squad")
 # sections of systems.yaml with what a recipe may name
 NAMES = {"attention": "kernels", "stack": "stacks"}
 
+# of a reference, where the run was
+PLACE = ("gpus", "system")
 # settings that fix what a step computes; of GRPO also those below
 WORK = ("task", "lora", "optim.name", "batch.global_", "batch.seq_len", "data.kind")
 POLICY_WORK = ("rollout.max_tokens", "grpo.prompts", "grpo.group", "grpo.generations", "grpo.lag")
@@ -175,23 +178,48 @@ def list_rows() -> str:
 def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
     """Return the row's name and its config.
 
-    `reference["changed"]` names the settings whose work is not the row's: nothing is compared with
-    its published figures then. Layout and micro-batches are free.
+    `reference["changed"]` names the settings whose work is not the row's, and what is written of
+    the published run other than its table has it: nothing is compared with its figures then.
+    Layout and micro-batches are free.
     """
     config = load(file, overrides)
     row = row_name(file)
-    config.reference = read_reference(config.reference)
-    if config.reference:
-        # a copy in another configs/ may have been edited
-        own = CONFIGS / f"{row}.yaml"
-        published = load(own if "/" in row and own.is_file() else file)
+    written = read_reference(config.reference)
+    if written:
+        # what is loaded may be a copy of it that was edited
+        published = load(published_file(written) or file)
+        table = read_reference(published.reference)
         theirs = work(published)
-        if changed := [name for name, ours in work(config).items() if ours != theirs[name]]:
+        changed = [name for name, ours in work(config).items() if ours != theirs[name]]
+        for key in written.keys() - {"layout"}:
+            if written[key] != table.get(key):
+                changed.append(key if key in PLACE else f"reference.{key}")
+        config.reference = table | written
+        config.reference.pop("changed", None)
+        if changed := [*table.get("changed", ()), *sorted(changed)]:
             config.reference["changed"] = changed
         # the published tokens are of so many responses
-        if "mean_response" in config.reference:
+        if "mean_response" in table:
             config.reference["responses"] = published.grpo.prompts * published.grpo.group
     return row, config
+
+
+def published_file(reference: dict) -> Path | None:
+    """Return the config of the row with the reference's id; None for one's own.
+
+    Raises InputError for a reference that cites a table, but none of its rows.
+    """
+    line = re.compile(rf"^ +id: {re.escape(str(reference.get('id')))}$", re.MULTILINE)
+    for folder in (*TABLES, ONE_GPU):
+        for file in (CONFIGS / folder).glob("*.yaml"):
+            if line.search(file.read_text(encoding="utf-8")):
+                return file
+    if reference.get("source", "").startswith(tuple(SOURCES)):
+        raise InputError(
+            f"reference.source={reference['source']!r} is a published table: reference.id must name a row of it "
+            f"(or give a source of one's own)"
+        )
+    return None
 
 
 def work(config: Config) -> dict:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
+from minitrain.settings import Config
 
 OPTIONS = {
     "--run": (cli.home_path, ..., "a run's out_dir"),
@@ -25,7 +26,6 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     import torch.distributed.checkpoint as dcp
 
-    from minitrain.data.datasets import open_dataset
     from minitrain.run.checkpoint.checkpoint_files import (
         IndexedReader,
         complete_steps,
@@ -34,7 +34,6 @@ def main(arguments: list[str]) -> None:
         read_description,
     )
     from minitrain.run.checkpoint.checkpoint_state import changing, check_weights
-    from minitrain.run.config.checks import CHATS
     from minitrain.run.config.load import load
     from minitrain.run.launch.start import make_trainer, start
     from minitrain.run.monitor.progress import next_command
@@ -54,13 +53,11 @@ def main(arguments: list[str]) -> None:
     if problem := find_damage(folder, 0, 1):
         raise InputError(f"checkpoint {folder} is damaged: {problem}")
     config = load(Path(options.run, "config.yaml"), ALONE.split())
-    asks = None
-    if config.task in CHATS:
-        # the chats say how replies begin
-        asks = getattr(open_dataset(config)[0], "asks", None)
+    description = read_description(folder)
+    asks = prompt_of(config, description["extra"])
     trainer = make_trainer(config, start(config))
     weights = changing(trainer.model)
-    reader = IndexedReader(folder, read_description(folder)["files"])
+    reader = IndexedReader(folder, description["files"])
     stored = reader.index.state_dict_metadata
     check_weights(folder, stored, weights, set(weights))
     dcp.load(weights, storage_reader=reader)
@@ -79,3 +76,16 @@ def main(arguments: list[str]) -> None:
     work.rename(out)
     print(f"{out} holds step {step} of {options.run}")
     print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")
+
+
+def prompt_of(config: Config, extra: dict) -> str | None:
+    """Return the prompt that replies follow: a checkpoint's `extra` says it.
+
+    Of one of an earlier version the chats say it, which are read again.
+    """
+    from minitrain.data.datasets import open_dataset
+    from minitrain.run.config.checks import CHATS
+
+    if "asks" in extra or config.task not in CHATS:
+        return extra.get("asks")
+    return getattr(open_dataset(config)[0], "asks", None)

@@ -138,12 +138,20 @@ class AdamW(torch.optim.Optimizer):
         for block, *updated in zip(blocks, weights, averages, squares, strict=True):
             for key, value in zip(("weight", "exp_avg", "exp_avg_sq"), updated, strict=True):
                 stored = getattr(block, key)
-                # round the copy back
+                # fp32 has changed in place
                 if stored.dtype == torch.bfloat16:
-                    if self.stochastic:
-                        bits = random_bits(f"{block.name}/{key}", block.step, block.slices)
-                        value = round_stochastically(value, bits)
-                    stored.copy_(value)
+                    self.store(stored, value, f"{block.name}/{key}", block.step, block.slices)
+
+    def store(
+        self, stored: Tensor, value: Tensor, key: str, step: Tensor, slices: Slices
+    ) -> None:
+        """Write fp32 numbers to `stored`, both [...], rounded to its type as `self.stochastic` says.
+
+        key, step, slices: see `random_bits`.
+        """
+        if self.stochastic and stored.dtype == torch.bfloat16:
+            value = round_stochastically(value, random_bits(key, step, slices))
+        stored.copy_(value)
 
 
 def split_rows(

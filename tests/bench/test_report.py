@@ -73,7 +73,7 @@ def line(row: str, mode: str, ratio: float | None, **more) -> dict:
         "mode": mode,
         "proxy": False,
         "device": "dgx-h100",
-        "world_size": 64,
+        "world_size": reference.get("gpus", 64),
         "step_time_s": 2.0,
         "tokens_per_sec_per_gpu": (ratio or 1) * reference.get("tokens_per_sec_per_gpu", 1000.0),
         "tflops_per_gpu": (ratio or 1) * reference.get("tflops_per_gpu", 100.0),

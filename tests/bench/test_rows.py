@@ -1,8 +1,11 @@
 """Every published row has one config, which says what the table says and can be laid out on the table's GPUs."""
 
+import math
+
 import pytest
 
 from minitrain.bench import rows
+from minitrain.bench.figures import compare, placed
 from minitrain.bench.results import held_back, merge_results, read_results, summary
 from minitrain.bench.rows import (
     CONFIGS,
@@ -74,6 +77,45 @@ def test_task_precision_and_model_are_as_published(row_id):
             row["settings"]["lora"][key] for key in ("rank", "alpha")
         )
     assert config.recompute == expected_recompute(row)
+
+
+@pytest.mark.parametrize("row_id", [key for key, row in ROWS.items() if row["task"] == "grpo"])
+def test_settings_of_reinforcement_learning_are_the_recipes(row_id):
+    config, settings = read(row_id), ROWS[row_id]["settings"]
+    grpo, optim = config.grpo, config.optim
+    assert (optim.lr, optim.weight_decay) == (settings["lr"], settings["weight_decay"])
+    assert optim.clip == settings["grad_clip"] and optim.betas == [0.9, 0.999]
+    assert (grpo.kl, grpo.kl_estimator) == (settings["kl"]["coef"], settings["kl"]["estimator"])
+    assert [grpo.clip_low, grpo.clip_high] == settings["clip"]
+    assert (grpo.prompts, grpo.group) == (
+        settings["prompts_per_step"],
+        settings["generations_per_prompt"],
+    )
+    corrected = "truncate" if settings["importance_correction"] else "none"
+    assert (grpo.importance, grpo.lag) == (corrected, ROWS[row_id]["off_policy"])
+    # the log of a weight is at most 20
+    assert settings["importance_limit"] is None and (
+        corrected == "none" or (grpo.importance_low == 0 and grpo.importance_high > math.exp(20))
+    )
+    differs = REFERENCES[CONFIG_OF[row_id]].get("differs", "")
+    assert ("routers" in differs) == (getattr(config.model.config, "num_experts", 0) > 0)
+    assert ("new weights" in differs) == ("in-flight" in settings["refit"])
+
+
+@pytest.mark.parametrize("row_id", ROWS)
+def test_rows_say_of_their_table_what_stands_there(row_id):
+    """The column FSDP, the length that the text gives, and what the recipe has besides."""
+    row, reference = ROWS[row_id], REFERENCES[CONFIG_OF[row_id]]
+    text = (CONFIGS / f"{CONFIG_OF[row_id]}.yaml").read_text()
+    head = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines())
+    replicas = row.get("fsdp") == 0 and row["table"] in ("pretrain", "diffusion")
+    assert ("The table's FSDP 0 is replicated" in head) == replicas
+    assert "as in the table" not in text
+    packed = "SQuAD" in str(row.get("notes"))
+    said = f"packed to 4096 tokens, the row's are {row['seq_len']}"
+    assert (said in reference.get("known_error", "")) == (packed and row["seq_len"] != 4096)
+    overlapped = row["settings"].get("async_tp", False)
+    assert ("asynchronous TP" in reference.get("differs", "")) == overlapped
 
 
 def expected_recompute(row: dict) -> str | int:
@@ -182,6 +224,91 @@ def test_figures_of_rows_are_numbers_as_configs_have_them(tmp_path):
     file = tmp_path / "row.yaml"
     file.write_text(ROW % "tokens_per_sec_per_gpu: 1.2e4")
     assert read_row(file)["reference"]["tokens_per_sec_per_gpu"] == 12000
+
+
+LORA = "automodel/llama3-8b-lora-1gpu"
+
+
+def compared(file, words=()) -> list[str] | None:
+    """What the ratio to the published figure is withheld for; None where there is one."""
+    _, config = rows.load_row(file, list(words))
+    config = placed(config, 1, config.reference["system"].lower())
+    assert (compare(12472.87, 0, config.reference) is None) == ("changed" in config.reference)
+    return config.reference.get("changed")
+
+
+@pytest.mark.parametrize(
+    "edit, changed",
+    [
+        (("", ""), None),
+        (("micro: 2", "micro: 1"), None),
+        (("seq_len: 4096", "seq_len: 512"), ["batch.seq_len"]),
+        (("12472.87", "100"), ["reference.tokens_per_sec_per_gpu"]),
+        (("DGX-H100", "DGX-GB200"), ["system"]),
+        (("gpus: 1", "gpus: 2"), ["gpus"]),
+        (("automodel\n", "clean\n"), ["reference.convention"]),
+        (("  gpus: 1\n", ""), None),
+        (("lora-llama3-8b", "lora-qwen2.5-7b"), ["model"]),
+    ],
+    ids=str,
+)
+def test_an_edited_copy_is_compared_for_the_same_work_alone(tmp_path, edit, changed):
+    text = (CONFIGS / f"{LORA}.yaml").read_text().replace(*edit)
+    for name in ("mine.yaml", "configs/own/fast.yaml", f"configs/{LORA}.yaml"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        found = compared(file)
+        assert changed is None if found is None else set(changed) <= set(found)
+
+
+@pytest.mark.parametrize(
+    "words, changed",
+    [
+        (["batch.seq_len=512"], ["batch.seq_len"]),
+        (["reference.system=DGX-GB200"], ["system"]),
+        (["reference.gpus=128"], ["gpus"]),
+        (["reference.tokens_per_sec_per_gpu=100"], ["reference.tokens_per_sec_per_gpu"]),
+        (
+            ["reference.corrected_tokens_per_sec_per_gpu=100"],
+            ["reference.corrected_tokens_per_sec_per_gpu"],
+        ),
+        (["reference.tflops_per_gpu=1"], ["reference.tflops_per_gpu"]),
+        (["reference.step_time_s=1"], ["reference.step_time_s"]),
+        (["reference.convention=clean"], ["reference.convention"]),
+        (["reference.recipe={stack: megatron}"], ["reference.recipe"]),
+        (["reference.changed=[]", "batch.seq_len=512"], ["batch.seq_len", "reference.changed"]),
+        (["reference.layout=ours"], None),
+    ],
+    ids=str,
+)
+def test_what_is_written_of_the_published_run_is_not_compared_with(words, changed):
+    assert compared(CONFIGS / f"{LORA}.yaml", words) == changed
+
+
+def test_a_reference_that_cites_a_table_names_its_row(tmp_path):
+    text = (CONFIGS / f"{LORA}.yaml").read_text()
+    for edit in (("  id: am-lora-llama3-8b-1gpu\n", ""), ("id: am", "id: xx")):
+        (tmp_path / "mine.yaml").write_text(text.replace(*edit))
+        with pytest.raises(
+            InputError, match="is a published table: reference.id must name a row"
+        ):
+            rows.load_row(tmp_path / "mine.yaml", [])
+
+
+def test_kept_results_of_another_gpu_stand_beside_no_row():
+    """What was measured on an H200 is compared with no figure of an H100, nor in a file that says so."""
+    lines = read_results(str(CONFIGS.parents[0] / "results/h200/rows.jsonl"))
+    assert not [line for line in lines if line.get("ratio")]
+    line = next(line for line in lines if line["row"] == LORA)
+    told = line | {"ratio": 1.23, "reference": {**REFERENCES[LORA]}}
+    for reference in ({}, {"system": "H200"}, {"tokens_per_sec_per_gpu": 100.0}):
+        report = merge_results([told | {"reference": told["reference"] | reference}], "")
+        assert not [row for row in report.rows if row.results]
+        assert [other["ratio"] for other in report.others] == [None]
+    there = told | {"device": "NVIDIA H100 80GB HBM3"}
+    (row,) = [row for row in merge_results([there], "").rows if row.results]
+    assert row.results["measured"]["ratio"] == 1.23
 
 
 MINE = """

@@ -231,6 +231,7 @@ def test_an_exported_checkpoint_of_pairs_is_asked_as_in_training(tmp_path):
     tokenizer_with(tmp_path / "own", jinja, specials_in(jinja))
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1?", "chosen": "2", "rejected": "3"}\n')
     train_on_lines(tmp_path, "dpo")
+    (tmp_path / "a.jsonl").unlink()
     dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
     exported, ended = (
         (tmp_path / folder / "chat_template.jinja").read_text() for folder in ("exported", "out")
@@ -264,6 +265,7 @@ def test_a_tuned_model_is_asked_as_in_training(tmp_path, capsys, name, shortened
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     train_on_lines(tmp_path, "sft")
     said = " ".join(capsys.readouterr().out.split())
+    (tmp_path / "a.jsonl").unlink()
     dispatch(["export", "--run", str(tmp_path / "out"), "--out", str(tmp_path / "exported")])
     exported = {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
     assert exported == {file: (tmp_path / "out" / file).read_bytes() for file in exported}

@@ -182,6 +182,47 @@ def test_a_run_does_not_continue_on_data_that_has_changed(run, tmp_path, capsys,
     )
 
 
+def test_a_run_does_not_continue_on_held_out_data_that_has_changed(run, tmp_path, capsys):
+    held, other = tmp_path / "held.txt", tmp_path / "other.txt"
+    for file in (held, other):
+        file.write_text("lines to validate on\n" * 100)
+    data = {"kind": "text", "path": str(tmp_path / "text.txt"), "validation_path": str(held)}
+    validation = {"every": 1, "batches": 1}
+    folder = run([], steps=1, data=data, validation=validation)
+    held.write_text("other text for validation\n" * 100)
+    with pytest.raises(InputError, match=r"^\S+/held.txt has changed since the run began"):
+        run([], steps=2, data=data, validation=validation)
+    # on purpose: no row that is trained on is another, but losses do not compare
+    capsys.readouterr()
+    run([], steps=2, data=data | {"validation_path": str(other)}, validation=validation)
+    told = capsys.readouterr().out
+    assert "warning: the run continues with other held-out data" in told
+    assert "rows that were seen may come again" not in told
+    # a file of an earlier version
+    stored = json.loads((folder / "fingerprint.json").read_text())
+    del stored["held_out"]
+    (folder / "fingerprint.json").write_text(json.dumps(stored))
+    run([], steps=3, data=data | {"validation_path": str(other)}, validation=validation)
+    assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("share, warned", [(0.0, False), (0.1, True)])
+def test_held_out_files_in_place_of_a_share_leave_other_rows_to_train_on(share, warned):
+    before, now = (
+        {
+            "settings": {
+                "data.kind": "text",
+                "data.validation": share,
+                "data.validation_path": path,
+            }
+        }
+        for path in ("", "held.txt")
+    )
+    assert any("may come again" in note for note in fingerprint.other_settings(before, now)) == (
+        warned
+    )
+
+
 def test_a_run_that_begins_anew_takes_whatever_data_there_is(run, tmp_path, capsys):
     """As after an end before the first checkpoint."""
     shutil.rmtree(run([], steps=2) / "checkpoints")

@@ -229,16 +229,20 @@ def test_what_is_written_is_read_back_the_same():
         ({"optim": {"clip": 0}}, "optim.clip=0.0 must be above 0, or null"),
         (
             {"optim": {"name": "sgd", "states": "bf16"}},
-            "optim.states=bf16 .* are for optim.name=adamw, not sgd",
+            "optim.states=bf16 is for optim.name=adamw, not sgd",
         ),
         (
             {"optim": {"name": "sgd", "stochastic_rounding": True}},
-            "stochastic_rounding are for optim.name=adamw",
+            "stochastic_rounding=true is for optim.name=adamw or muon, not sgd",
         ),
         ({"optim": {"decay": 2}}, "optim.decay=2.0 must be between 0 and 1"),
         (
             {"optim": {"name": "muon", "states": "bf16"}},
-            "optim.states=bf16 .* are for optim.name=adamw, not muon",
+            "optim.states=bf16 is for optim.name=adamw, not muon",
+        ),
+        (
+            {"optim": {"name": "muon"}, "precision": "bf16-pure"},
+            "optim.name=muon with precision=bf16-pure loses nearly all updates to rounding",
         ),
         (
             {"optim": {"name": "muon"}, "lora": {"rank": 2}},

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 
 import pytest
 import torch
@@ -154,6 +155,23 @@ def test_out_of_memory_is_one_line():
         torch.OutOfMemoryError(gpu)
     )
     assert "out of memory: use" in explain(MemoryError())
+
+
+@pytest.mark.parametrize("name", ["CXX", "CC"])
+@pytest.mark.parametrize("kind", ["empty", "folder", "text"])
+def test_a_compiler_that_cannot_be_run_is_one_line(tmp_path, monkeypatch, name, kind):
+    """As a shell's `CXX=` leaves it, and what torch asks for its version."""
+    text = tmp_path / "text"
+    text.write_text("no program")
+    text.chmod(0o755)
+    value = {"empty": "", "folder": str(tmp_path), "text": str(text)}[kind]
+    monkeypatch.setenv(name, value)
+    with pytest.raises(OSError) as caught:
+        subprocess.check_output([value, "--version"])
+    wrapped = RuntimeError(f"{type(caught.value).__name__}: {caught.value}")
+    for error in (caught.value, wrapped):
+        assert "needs a C++ compiler" in explain(error)
+    assert explain(FileNotFoundError(2, "No such file", "other")) is None
 
 
 def test_a_compiler_that_is_missing_is_one_line():

@@ -1,5 +1,7 @@
 """Schedules at their corners, clipping against torch's own, and AdamW in bf16 against closed forms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -329,6 +331,28 @@ def test_small_updates_survive_in_the_mean():
     assert moved[False] == 0 and moved[True] == pytest.approx(1, abs=0.06)
 
 
+def test_small_updates_of_muon_survive_in_the_mean():
+    """At a rate of a tenth of the last bit, beside torch's Muon of weights in fp32."""
+    torch.manual_seed(0)
+    start, gradient = torch.randn(128, 128).bfloat16(), torch.randn(128, 128)
+    model = torch.nn.ModuleDict({"layers": parameters_of((128, 128), dtype=torch.bfloat16)})
+    (ours,) = model.parameters()
+    theirs = torch.nn.Parameter(start.float())
+    ours.data.copy_(start)
+    settings = dict(lr=2e-4, weight_decay=0.0)
+    optimizer = make_optimizer(
+        model, Optim(name="muon", stochastic_rounding=True, newton_schulz="fp32", **settings)
+    )
+    expected = torch.optim.Muon([theirs], **settings, adjust_lr_fn="match_rms_adamw")
+    for _ in range(100):
+        ours.grad, theirs.grad = gradient.bfloat16(), gradient.clone()
+        optimizer.step()
+        expected.step()
+    moved, right = (p.detach().double() - start.double() for p in (ours, theirs))
+    # as a share of the way, along it: each number by itself is off by its last bit
+    assert (moved * right).sum() / right.square().sum() == pytest.approx(1, abs=0.03)
+
+
 def shard(model, world_size):
     """Some parameters by rows, unevenly too, and one by columns, as FSDP and tensor parallelism leave them."""
     mesh = init_device_mesh("cpu", (world_size,))
@@ -342,8 +366,9 @@ def train_sharded(optim, folder, world_size, resumed):
     """Three steps with given gradients; `resumed`: in two runs, through a checkpoint. Returns weights and states."""
     checkpointer = Checkpointer(folder, keep=1)
     for until in (2, 3) if resumed else (3,):
-        model = parameters_of((5, 4), (3, 4), (6,), (2, 3), dtype=torch.bfloat16)
-        shard(model, world_size)
+        block = parameters_of((5, 4), (3, 4), (6,), (2, 3), dtype=torch.bfloat16)
+        shard(block, world_size)
+        model = torch.nn.ModuleDict({"layers": block})
         optimizer = make_optimizer(model, optim)
         first = (checkpointer.load(model, optimizer) or {"step": 0})["step"]
         for step in range(first, until):
@@ -360,13 +385,15 @@ def train_sharded(optim, folder, world_size, resumed):
     return tensors
 
 
-def test_stochastic_rounding_does_not_depend_on_layout_or_interruptions(pool, tmp_path):
-    optim = Optim(lr=0.05, states="bf16", stochastic_rounding=True)
+@pytest.mark.parametrize(
+    "settings", [{"states": "bf16"}, {"name": "muon", "newton_schulz": "fp32"}], ids=str
+)
+def test_stochastic_rounding_does_not_depend_on_layout_or_interruptions(pool, tmp_path, settings):
+    nearest = Optim(lr=0.05, **settings)
+    optim = replace(nearest, stochastic_rounding=True)
     expected = pool.run(1, train_sharded, optim, tmp_path / "1", 1, False)[0]
-    nearest = pool.run(1, train_sharded, Optim(lr=0.05, states="bf16"), tmp_path / "n", 1, False)[
-        0
-    ]
-    assert not torch.equal(expected["p0"], nearest["p0"])  # it does round otherwise
+    nearest = pool.run(1, train_sharded, nearest, tmp_path / "n", 1, False)[0]
+    assert not torch.equal(expected["layers.p0"], nearest["layers.p0"])  # it does round otherwise
     for world_size, resumed in ((1, True), (2, True), (4, False)):
         folder = tmp_path / f"{world_size}-{resumed}"
         for tensors in pool.run(world_size, train_sharded, optim, folder, world_size, resumed):
@@ -473,7 +500,7 @@ def test_gradients_that_add_up_in_bf16_are_off_by_a_percent(pool):
         ),
         (
             {"optim": {"name": "sgd", "states": "bf16"}},
-            "optim.states=bf16 and stochastic_rounding are for",
+            "optim.states=bf16 is for optim.name=adamw",
         ),
     ],
 )
@@ -489,6 +516,7 @@ def test_states_that_cannot_be(tree, message):
         {"optim": {"states": "bf16"}},
         {"lora": {}, "optim": {"states": "bf16"}},
         {"lora": {"dtype": "bf16"}},
+        {"precision": "bf16-pure", "optim": {"name": "muon"}},
     ],
     ids=str,
 )

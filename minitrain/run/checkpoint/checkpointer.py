@@ -247,11 +247,16 @@ def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tupl
     return resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
 
 
-def save_step(checkpointer: Checkpointer, numbers: dict[str, Any], trainer: Trainer) -> None:
-    """Write the checkpoint from which `resume` goes on after a step with these numbers."""
+def save_step(
+    checkpointer: Checkpointer, numbers: dict[str, Any], trainer: Trainer, **more: Any
+) -> None:
+    """Write the checkpoint from which `resume` goes on after a step with these numbers.
+
+    more: what else its `extra` holds.
+    """
     step = numbers["step"]
     # a copy, as validation adds to them
-    extra = {"step": step, "numbers": dict(numbers)}
+    extra = {"step": step, "numbers": dict(numbers), **more}
     checkpointer.save(step, trainer.model, trainer.optimizer, extra)
 
 

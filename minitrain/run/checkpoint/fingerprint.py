@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minitrain.data.files import apart, find_files
+from minitrain.data.files import apart, find_files, held_out_apart
 from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.errors import InputError, readable
 from minitrain.formats.peft import adapter_files
@@ -28,27 +28,34 @@ SAMPLES = 16
 SAMPLE = 4096
 # settings that say which files
 NAMES_DATA = {"data.kind", "data.path", "data.sources", "data.exclude", "data.tokenizer"}
+# parts of a fingerprint, with the settings that say which files they are
+PARTS = {"files": NAMES_DATA, "held_out": NAMES_DATA | {"data.validation_path"}}
 # and all of data: which rows, and when
 CHOOSE_ROWS = {"seed", "task", "batch.global", "batch.seq_len", "grpo.prompts"}
 
 
-def agreed_fingerprint(config: Config) -> dict[str, str]:
-    """Return a digest of each file that the dataset is made from, by path, its tokenizer included.
+def agreed_fingerprint(config: Config) -> dict[str, dict[str, str]]:
+    """Return a digest of each file that the data is made from, by path, by PARTS.
 
-    It is empty for made-up data. All ranks call it together. Raises InputError if they do not see
-    the same files, those of the model to start from among them: each node may have its own copy.
+    Tokenizers are included; made-up data has none. held_out: of data.validation_path.
+    All ranks call it together. Raises InputError if they do not see the same files, those of the
+    model to start from among them: each node may have its own copy.
     """
-    data = {str(file): file_digest(file) for file in data_files(config.data)}
+    sources = config.data, held_out_apart(config)[1].data
+    data = {
+        part: {str(file): file_digest(file) for file in data_files(source)}
+        for part, source in zip(PARTS, sources, strict=True)
+    }
     if dist.get_world_size() > 1:
         model = {str(file): file_digest(file) for file in model_files(config)}
-        check_same({"data": data, "model": model})
+        check_same({"data": data["files"], "held-out data": data["held_out"], "model": model})
     return data
 
 
 def data_files(data: Data) -> list[Path]:
     if data.sources:
         return [file for source in apart(data).values() for file in data_files(source)]
-    if data.kind in ("mock", "shapes"):
+    if not data.path or data.kind in ("mock", "shapes"):
         return []
     files = find_files(data)
     indices = [file.with_suffix(".idx") for file in files if file.suffix == ".bin"]
@@ -87,7 +94,7 @@ def file_digest(file: Path) -> str:
 
 
 def check_continuation(
-    file: Path, config: Config, files: dict[str, str], resumed: bool
+    file: Path, config: Config, files: dict[str, dict[str, str]], resumed: bool
 ) -> list[str]:
     """Compare with what the run began with, and store what it uses now; return what to tell.
 
@@ -95,7 +102,7 @@ def check_continuation(
     Raises InputError if the run is resumed, its settings name the same data, and there is other
     data.
     """
-    now = {"settings": comparable_settings(config), "files": files, "code": code_digests()}
+    now = {"settings": comparable_settings(config), **files, "code": code_digests()}
     notes = []
     if resumed:
         before = read(file, now)
@@ -109,6 +116,11 @@ def check_continuation(
 def changes(before: dict, now: dict) -> list[str]:
     """Return what to tell of other settings and other code than a run began with."""
     notes = other_settings(before, now)
+    if differing(before["held_out"], now["held_out"]):
+        notes.append(
+            "warning: the run continues with other held-out data: what is measured on it, the best of it too, does "
+            "not compare with the steps before"
+        )
     if code := differing(before["code"], now["code"]):
         more = f" and {len(code) - 1} more files" if len(code) > 1 else ""
         notes.append(f"warning: the run continues with other code than before: {code[0]}{more}")
@@ -126,23 +138,26 @@ def data_change(before: dict, now: dict) -> str | None:
 
     None if nothing is, or if the settings name other data on purpose.
     """
-    old = before["files"]
-    new = now["files"]
-    # earlier versions left some out
-    tokenizer = ("tokenizer.json", *COMPANIONS)
-    changed = [
-        name for name in differing(old, new) if name in old or Path(name).name not in tokenizer
-    ]
-    if not changed or NAMES_DATA.intersection(differing(before["settings"], now["settings"])):
-        return None
-    first = changed[0]
-    how = "has changed"
-    if first not in old:
-        how = "is new"
-    elif first not in new:
-        how = "is gone"
-    more = f" ({len(changed)} files differ)" if len(changed) > 1 else ""
-    return f"{first} {how} since the run began{more}: it cannot continue (restore it, or use another out_dir)"
+    for part, names in PARTS.items():
+        old = before.get(part, {})
+        new = now.get(part, {})
+        # earlier versions left some out
+        tokenizer = ("tokenizer.json", *COMPANIONS)
+        changed = [
+            name
+            for name in differing(old, new)
+            if name in old or Path(name).name not in tokenizer
+        ]
+        if changed and not names.intersection(differing(before["settings"], now["settings"])):
+            first = changed[0]
+            gone = "has changed" if first in new else "is gone"
+            how = gone if first in old else "is new"
+            more = f" ({len(changed)} files differ)" if len(changed) > 1 else ""
+            return (
+                f"{first} {how} since the run began{more}: it cannot continue (restore it, or use another "
+                f"out_dir)"
+            )
+    return None
 
 
 def other_settings(before: dict, now: dict) -> list[str]:
@@ -161,7 +176,11 @@ def other_settings(before: dict, now: dict) -> list[str]:
     notes = [f"note: the run continues with other settings than before: {', '.join(told)}"]
     # videos of a micro-batch share a shape
     choosing = ("data.", "batch.micro") if new["data.kind"] == "latents" else "data."
-    if any(key in CHOOSE_ROWS or key.startswith(choosing) for key in changed):
+    chosen = [key for key in changed if key in CHOOSE_ROWS or key.startswith(choosing)]
+    # files of their own, unless a share of the data was held out before or is now
+    if chosen == ["data.validation_path"] and not new.get("data.validation"):
+        chosen = []
+    if chosen:
         notes.append(
             "warning: rows that were seen may come again and others never, as those settings choose them"
         )
@@ -176,6 +195,8 @@ def read(file: Path, now: dict[str, dict]) -> dict[str, dict]:
     """Return what `check_continuation` stored; `now` if that is not there."""
     try:
         stored = json.loads(file.read_text("utf-8"))
+        # earlier versions stored none of what is held out
+        stored.setdefault("held_out", now["held_out"])
         return {key: dict(stored[key]) for key in now}
     except (OSError, ValueError, TypeError, KeyError):
         return now

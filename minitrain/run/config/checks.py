@@ -204,8 +204,17 @@ def _run_faults(c: Config) -> Faults:
 def _precision_faults(c: Config) -> Faults:
     o = c.optim
     yield (
-        o.name != "adamw" and (o.states != "fp32" or o.stochastic_rounding),
-        f"optim.states={o.states} and stochastic_rounding are for optim.name=adamw, not {o.name}",
+        o.name != "adamw" and o.states != "fp32",
+        f"optim.states={o.states} is for optim.name=adamw, not {o.name} (leave it out)",
+    )
+    yield (
+        o.name == "sgd" and o.stochastic_rounding,
+        "optim.stochastic_rounding=true is for optim.name=adamw or muon, not sgd (leave it out)",
+    )
+    yield (
+        o.name == "muon" and c.precision == "bf16-pure" and not o.stochastic_rounding,
+        "optim.name=muon with precision=bf16-pure loses nearly all updates to rounding (use "
+        "optim.stochastic_rounding=true, or precision=bf16)",
     )
     yield (
         o.name == "muon" and c.lora,

@@ -80,7 +80,10 @@ def explain(error: Exception) -> str | None:
             f"rank {rank()} is out of memory{f' ({asked[0]})' if asked else ''}: use recompute=full, a smaller "
             f"batch.micro, batch.seq_len or optim.states=bf16, or more ranks; for sampling a smaller rollout.memory"
         )
-    if re.search(r"No working C\+\+ compiler|Failed to find C compiler", message):
+    # or what is named cannot be run: a folder, a text, nothing
+    named = [f": {os.environ[name]!r}" for name in ("CXX", "CC") if name in os.environ]
+    lacking = "No working C++ compiler", "Failed to find C compiler"
+    if any(text in message for text in (*lacking, *named)):
         return "compile=true needs a C++ compiler, and torch finds none (install g++, set CXX, or use compile=false)"
     return None
 

@@ -27,6 +27,7 @@ class RowsTask:
         self.folder = folder
         self.data, self.held_out = open_dataset(config)
         self.config = config = with_steps(config, len(self.data), config.batch.global_)
+        self.asks = getattr(self.data, "asks", None)
         self.bytes_per_token = getattr(self.held_out or self.data, "bytes_per_token", None)
         meshes = start(config)
         self.files = agreed_fingerprint(config)
@@ -61,7 +62,8 @@ class RowsTask:
         return batch_origin(self.data, self.config.batch.global_, step)
 
     def save(self, numbers: dict[str, float]) -> None:
-        save_step(self.checkpointer, numbers, self.trainer)
+        # `minitrain export` knows it without the data
+        save_step(self.checkpointer, numbers, self.trainer, asks=self.asks)
 
     def finish(self, numbers: dict[str, float], stopping: Callable[[], str]) -> bool:
         """Add the loss on held-out data, and after the last step the exact matches."""
@@ -87,7 +89,7 @@ class RowsTask:
         with self.averaged():
             if self.config.data.kind in TOYS:
                 yield self.draw("after.png")
-            export(self.trainer, self.config, self.folder, getattr(self.data, "asks", None))
+            export(self.trainer, self.config, self.folder, self.asks)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Put the averages of the weights, where optim.ema keeps them, in the weights' place."""

@@ -27,7 +27,7 @@ class Task(Protocol):
     # where its files go
     folder: Path
     # the fingerprint of its data
-    files: dict[str, str]
+    files: dict[str, dict[str, str]]
     # the number of steps that are done, and the numbers of the last of them, as of its checkpoint
     first: int
     last: dict[str, Any]

@@ -17,6 +17,7 @@ from minitrain.run.config.config_yaml import to_yaml
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import to_dict
+from minitrain.run.config.unread import unread
 from minitrain.run.launch.failures import rank, record_flights, recorded
 from minitrain.run.launch.lock import locked
 from minitrain.run.monitor.metrics import MetricsLog
@@ -111,11 +112,11 @@ def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> No
 def notes_on_settings(config: Config, first: int) -> list[str]:
     """Return what a user may not expect of these settings, for a run that begins after `first`."""
     shape = config.model.config
-    notes = []
+    notes = list(unread(config))
     if config.lora:
         from minitrain.formats.peft import other_dropout, unreadable_note
 
-        notes = unreadable_note(shape, config.lora) + other_dropout(config.lora)
+        notes += unreadable_note(shape, config.lora) + other_dropout(config.lora)
     warmup = warmup_steps(config.steps, config.optim)
     if warmup < config.optim.warmup:
         notes.append(

@@ -1,0 +1,127 @@
+"""Tell of settings that were given and that a run with these tasks and modes does not read.
+
+One table says of each setting what reads it; a setting that is not in it is read by every run. A
+base config may serve several tasks, so what is not read is told, and no error.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from minitrain.data.files import apart
+from minitrain.run.config.checks import CHATS
+from minitrain.settings import Config
+
+
+class Reader(NamedTuple):
+    """What reads settings, as it would be written, and whether a run has it."""
+
+    told: str
+    runs: Callable[[Config], Any]
+
+
+def kinds(c: Config) -> set[str]:
+    return {data.kind for data in apart(c.data).values()}
+
+
+def has_chats(c: Config) -> bool:
+    return c.task in CHATS and "jsonl" in kinds(c)
+
+
+TOKENS = Reader("data.kind=tokens", lambda c: "tokens" in kinds(c))
+FILES = Reader("files of data", lambda c: kinds(c) - {"mock", "shapes"})
+PROBLEMS = Reader(
+    "task=grpo, data.kind=jsonl", lambda c: c.task == "grpo" and "jsonl" in kinds(c)
+)
+VALIDATION = Reader("validation.every", lambda c: c.validation.every)
+CORRECTION = Reader("grpo.importance", lambda c: c.grpo.importance != "none")
+NORMAL = Reader(
+    "diffusion.sampling=logit_normal or mixed",
+    lambda c: c.diffusion.sampling in ("logit_normal", "mixed"),
+)
+SPLITS = Reader("no data.validation_path", lambda c: not c.data.validation_path)
+
+# a section, or a setting in one: all in the line must have a part in the run
+READERS: dict[str, Reader] = {
+    "diffusion": Reader("task=diffusion", lambda c: c.task == "diffusion"),
+    "dpo": Reader("task=dpo", lambda c: c.task == "dpo"),
+    "grpo": Reader("task=grpo", lambda c: c.task == "grpo"),
+    "rollout": Reader("task=grpo", lambda c: c.task == "grpo"),
+    "fp8": Reader("precision=fp8", lambda c: c.precision == "fp8"),
+    "steps": Reader("epochs=0", lambda c: not c.epochs),
+    "data.size": Reader("mock videos", lambda c: c.task == "diffusion" and c.data.kind == "mock"),
+    "data.text_tokens": Reader("task=diffusion", lambda c: c.task == "diffusion"),
+    "data.exclude": FILES,
+    "data.on_error": FILES,
+    "data.field": Reader(
+        "task=pretrain, data.kind=jsonl", lambda c: c.task == "pretrain" and "jsonl" in kinds(c)
+    ),
+    "data.template": Reader(
+        "chats of data.kind=jsonl, or task=grpo", lambda c: c.task == "grpo" or has_chats(c)
+    ),
+    "data.over_long": Reader("chats of data.kind=jsonl", has_chats),
+    "data.token_dtype": TOKENS,
+    "data.document_end": TOKENS,
+    "data.validation": SPLITS,
+    "data.validation_path": Reader(
+        "validation.every or exact_match",
+        lambda c: c.validation.every or c.validation.exact_match,
+    ),
+    "validation.batches": VALIDATION,
+    "parallel.context": Reader("parallel.cp above 1", lambda c: c.parallel.cp > 1),
+    "parallel.schedule": Reader("parallel.pp above 1", lambda c: c.parallel.pp > 1),
+    "optim.betas": Reader("optim.name=adamw or muon", lambda c: c.optim.name != "sgd"),
+    "optim.eps": Reader("optim.name=adamw or muon", lambda c: c.optim.name != "sgd"),
+    "optim.ema_warmup": Reader("optim.ema", lambda c: c.optim.ema),
+    "optim.decay": Reader("optim.schedule=wsd", lambda c: c.optim.schedule == "wsd"),
+    "optim.final_lr": Reader(
+        "an optim.schedule that falls", lambda c: c.optim.schedule != "constant"
+    ),
+    "lora.dropout_position": Reader("lora.dropout", lambda c: c.lora.dropout),
+    "diffusion.mean": NORMAL,
+    "diffusion.std": NORMAL,
+    "diffusion.mode_scale": Reader(
+        "diffusion.sampling=mode", lambda c: c.diffusion.sampling == "mode"
+    ),
+    "diffusion.uniform_share": Reader(
+        "diffusion.sampling=mixed", lambda c: c.diffusion.sampling == "mixed"
+    ),
+    "grpo.prompt_key": PROBLEMS,
+    "grpo.answer_key": PROBLEMS,
+    "grpo.mock_digits": Reader("data.kind=mock", lambda c: c.data.kind == "mock"),
+    "grpo.kl_estimator": Reader("grpo.kl", lambda c: c.grpo.kl),
+    "grpo.importance_low": CORRECTION,
+    "grpo.importance_high": CORRECTION,
+    "grpo.overlong_penalty": Reader("grpo.overlong_buffer", lambda c: c.grpo.overlong_buffer),
+    "grpo.warmup_lr": Reader("grpo.warmup_steps", lambda c: c.grpo.warmup_steps),
+    "grpo.eval_samples": VALIDATION,
+}
+
+
+def unread(config: Config) -> Iterator[str]:
+    """Yield a line for each setting that is not at its default and that nothing will read."""
+    for name, value in given(config):
+        section = name.partition(".")[0]
+        for key in dict.fromkeys((section, name)):
+            reader = READERS.get(key)
+            if reader and not reader.runs(config):
+                shown = str(value).lower() if isinstance(value, bool) else value
+                yield f"note: nothing reads {name}={shown}, which is for {reader.told}"
+                break
+
+
+def given(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each setting that is not at its default."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("model", "reference"):
+            continue
+        if not dataclasses.is_dataclass(value):
+            if value != getattr(Config(), field.name):
+                yield field.name, value
+            continue
+        default = type(value)()
+        for each in dataclasses.fields(value):
+            own = getattr(value, each.name)
+            if own != getattr(default, each.name):
+                yield f"{field.name}.{each.name.rstrip('_')}", own
