@@ -23,8 +23,8 @@ from minitrain.run.launch.start import checkpoint_group, fill_weights, set_timeo
 from minitrain.run.monitor.progress import validation
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
+from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
-from minitrain.training.loop import is_due
 
 
 class GrpoTask:

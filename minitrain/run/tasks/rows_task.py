@@ -14,8 +14,9 @@ from minitrain.run.launch.start import checkpoint_group, make_trainer, start
 from minitrain.run.monitor.health import batch_origin
 from minitrain.run.monitor.progress import bits_per_byte
 from minitrain.run.tasks.exports import export
+from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
-from minitrain.training.loop import is_due, training_steps
+from minitrain.training.loop import training_steps
 
 
 class RowsTask:

@@ -15,7 +15,6 @@ from minitrain.run.monitor.health import Health
 from minitrain.run.monitor.meter import Meter
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.settings import Config
-from minitrain.training.loop import is_due
 from minitrain.training.packing import Dataset
 
 
@@ -121,6 +120,11 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
             return False
     task.wait()
     return True
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Return True at multiples of `every` (0: never), and after the last step."""
+    return step == last or (every > 0 and step % every == 0)
 
 
 def recorded(task) -> Iterator[dict[str, Any]]:
