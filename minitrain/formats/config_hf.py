@@ -313,8 +313,8 @@ def check_exportable(config: DecoderConfig) -> None:
 
 
 def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict:
-    """Return config.json of any config, as `config_to_hf`, or our own fields if its family is OWN."""
-    return config_to_own(config, dtype) if config.family == OWN else config_to_hf(config, dtype)
+    """Return config.json of a config that is `exportable`: our own fields if its family is OWN."""
+    return config_to_own(config, dtype) if config.family == OWN else _settings(config, dtype)
 
 
 def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:

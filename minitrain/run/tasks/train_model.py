@@ -19,6 +19,7 @@ from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import to_dict
 from minitrain.run.launch.failures import rank, record_flights, recorded
 from minitrain.run.launch.lock import locked
+from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
@@ -38,7 +39,8 @@ def train(config: Config) -> None:
     check_free_of_others(config, folder)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
-    record_flights(folder)
+    if pick_device(config.device).type == "cuda":
+        record_flights(folder)
     if rank() == 0:
         print(opening(config, world_size()), flush=True)
     with locked(folder, leads=rank() == 0), recorded(folder):
