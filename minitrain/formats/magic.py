@@ -53,9 +53,9 @@ SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")  # one object over seve
 @cache
 def signatures() -> dict[bytes, str]:
     """Return the kinds of files by their first bytes."""
-    pairs = (line.split(" = ") for line in SIGNATURES.strip().splitlines())
     return {
-        first.encode().decode("unicode_escape").encode("latin1"): kind for first, kind in pairs
+        first.encode().decode("unicode_escape").encode("latin1"): kind
+        for first, kind in (line.split(" = ") for line in SIGNATURES.strip().splitlines())
     }
 
 

@@ -60,6 +60,14 @@ ORIGINAL_PARTS = {
     "ffn.net.2": "ffn.2",
     "scale_shift_table": "modulation",
 }
+# a block's Linears that can be adapted
+ADAPTED = (
+    *(f"attn{i}.{linear}" for i in (1, 2) for linear in ("to_q", "to_k", "to_v", "to_out.0")),
+    "attn2.add_k_proj",
+    "attn2.add_v_proj",
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
 ROLES = {
     "lora_A.weight": "A",
     "lora_down.weight": "A",
@@ -108,17 +116,13 @@ def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
 
 @cache
 def linears_by_spelling() -> dict[str, str]:
-    """Return our names of a block's Linears that can be adapted, by both spellings.
+    """Return our names of ADAPTED, by both spellings.
 
     Those have `_` for each dot, as kohya's programs join them.
     """
-    outer = [
-        f"attn{i}.{linear}" for i in (1, 2) for linear in ("to_q", "to_k", "to_v", "to_out.0")
-    ]
-    linears = (*outer, "attn2.add_k_proj", "attn2.add_v_proj", "ffn.net.0.proj", "ffn.net.2")
     return {
         spell(f".{linear}")[1:].replace(".", "_"): linear
-        for linear in linears
+        for linear in ADAPTED
         for spell in (str, original_name)
     }
 
