@@ -188,7 +188,8 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
 
 
 def _refuse_other_quantization(settings: Any, family: Family) -> None:
-    settings = settings if isinstance(settings, dict) else dict(quant_method=settings)
+    if not isinstance(settings, dict):
+        settings = dict(quant_method=settings)
     method = settings.get("quant_method")
     blocks = settings.get("weight_block_size")
     if method is None or method != family.quantized:

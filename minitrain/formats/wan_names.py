@@ -62,7 +62,14 @@ ORIGINAL_PARTS = {
 }
 # a block's Linears that can be adapted
 ADAPTED = (
-    *(f"attn{i}.{linear}" for i in (1, 2) for linear in ("to_q", "to_k", "to_v", "to_out.0")),
+    "attn1.to_q",
+    "attn1.to_k",
+    "attn1.to_v",
+    "attn1.to_out.0",
+    "attn2.to_q",
+    "attn2.to_k",
+    "attn2.to_v",
+    "attn2.to_out.0",
     "attn2.add_k_proj",
     "attn2.add_v_proj",
     "ffn.net.0.proj",
