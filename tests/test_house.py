@@ -230,7 +230,7 @@ PRIVATE = {
     "a process that starts with the compiler": ({"_inductor"}, {"simulator/tracers.py"}),
     "a graph that is called without kernels": ({"_dynamo"}, {"simulator/fake_world.py"}),
     "the sampler calls blocks that the trainer has compiled": (
-        {"_compiled_call_impl"},
+        {"_call_impl"},
         {"rollout/weights.py"},
     ),
     "more than calling `forward`: hooks": (
@@ -329,7 +329,7 @@ def private_names(tree: ast.AST, own: set[str]) -> set[str]:
             owner = ast.unparse(node.value)
             if owner not in ("self", "_ops", "aten", "torch.ops.aten", "torch.ops.mkldnn"):
                 found.add(f"torch.{node.attr}")
-    found = {name for name in found if name.startswith("torch.") or name == "_compiled_call_impl"}
+    found = {name for name in found if name.startswith("torch.")}
     return {
         part for name in found for part in name.split(".") if re.match("_[a-zA-Z]", part)
     } - OF_PYTHON

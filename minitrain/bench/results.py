@@ -60,6 +60,8 @@ MODES = {
     "measured": "the whole row, run",
     "extrapolated": "from proxies with fewer layers on one rank, without communication",
 }
+# keys of `reference` that a note tells, and how it begins
+REMARKS = {"known_error": "", "differs": "the published run ", "others": "others' tokens/s: "}
 
 
 @dataclass
@@ -266,16 +268,13 @@ def outliers(report: Report) -> list[str]:
     lines = []
     for row in sorted(held_back(report.rows), key=error, reverse=True):
         if error(row) > LIMIT:
-            why = f"its {differs(row)}" if "differs" in row.reference else "unexplained"
+            why = row.reference.get("differs")
+            why = f"its published run {why}" if why else "unexplained"
             lines.append(f"{row.name}: {predicted(row):.2f} of the published figure; {why}")
     for row in report.rows:
         if row.results.get("simulated", {}).get("fits") is False:
             lines.append(f"{row.name}: its simulated memory does not fit")
     return lines
-
-
-def differs(row: Row) -> str:
-    return f"published run {row.reference['differs']}"
 
 
 # --- tables
@@ -315,10 +314,9 @@ def notes(rows: list[Row]) -> list[str]:
     """Say what is wrong with published figures, what was run otherwise, and what is left out."""
     lines = []
     for row in rows:
-        if "known_error" in row.reference:
-            lines.append(f"{row.short_name}: {row.reference['known_error']}")
-        if "differs" in row.reference:
-            lines.append(f"{row.short_name}: the {differs(row)}")
+        for key, start in REMARKS.items():
+            if key in row.reference:
+                lines.append(f"{row.short_name}: {start}{row.reference[key]}")
         if result := row.results.get("extrapolated"):
             layers = " and ".join(map(str, result["layers"]))
             lines.append(

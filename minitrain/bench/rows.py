@@ -16,10 +16,9 @@ from minitrain.run.launch.cli import CONFIGS
 from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-# folders of configs, in the order of the tables; the last is for rows of one's own, see `is_published`
-TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm", "own")
-# a folder of configs, of what was published for single GPUs elsewhere
-ONE_GPU = "one-gpu"
+# folders of configs, in the order of the tables; the last two hold rows that are compared, but not
+# counted, see `is_published`: of others' runs on one GPU, and of one's own
+TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm", "one-gpu", "own")
 # of published tables, by how their titles begin
 SOURCES = {
     "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
@@ -65,12 +64,12 @@ def constants(section: str) -> Any:
     return yaml.safe_load(SYSTEMS.read_text(encoding="utf-8"))[section]
 
 
-def row_trees(folders: tuple[str, ...] = TABLES) -> dict[str, dict]:
+def row_trees() -> dict[str, dict]:
     """Return what every row's config says, by the row's name.
 
     That is its file under configs/, without the ending.
     """
-    files = [file for folder in folders for file in sorted((CONFIGS / folder).glob("*.yaml"))]
+    files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
     return {str(file.relative_to(CONFIGS).with_suffix("")): read_row(file) for file in files}
 
 
@@ -123,39 +122,20 @@ def typed(values: dict, kinds: dict[str, Any], prefix: str) -> dict:
     return found
 
 
-def published_rows(own: bool = False) -> dict[str, dict]:
-    """Return `reference` of every published row's config, by the row's name; with `own`, of all."""
+def published_rows() -> dict[str, dict]:
+    """Return `reference` of every row that counts, by the row's name."""
     trees = row_trees().items()
-    return {name: tree["reference"] for name, tree in trees if own or is_published(name)}
+    return {name: tree["reference"] for name, tree in trees if is_published(name)}
 
 
 def is_published(name: str) -> bool:
-    """Return False for a row of one's own, in whatever folder: it is compared, but never counted."""
-    return name in constants("fitted_on") or name in constants("held_back")
-
-
-def one_gpu_rows() -> dict[str, dict]:
-    """Return `reference` of every row that a single GPU repeats, those of the tables first."""
-    rows = published_rows() | {n: tree["reference"] for n, tree in row_trees((ONE_GPU,)).items()}
-    return {name: reference for name, reference in rows.items() if reference["gpus"] == 1}
-
-
-def list_one_gpu() -> str:
-    """Return the rows of single GPUs as a Markdown table."""
-    rows = one_gpu_rows()
-    figures = list(rows.values())
-    columns = {
-        "row on one GPU": list(rows),
-        "tokens/s": column(figures, "tokens_per_sec_per_gpu", ",.6g"),
-        "of": [next(filter(row["source"].startswith, SOURCES)) for row in figures],
-        "others": [row.get("others", "") for row in figures],
-    }
-    return f"{markdown(columns)}\n\n{len(rows)} rows of one GPU"
+    """Return whether a row counts: whether systems.yaml names it, as it names none of one's own."""
+    return name in constants("fitted_on") + constants("held_back")
 
 
 def list_rows() -> str:
     """Return all rows as a Markdown table, and below it what is wrong with published figures."""
-    rows = published_rows(own=True)
+    rows = {name: tree["reference"] for name, tree in row_trees().items()}
     figures = list(rows.values())
     errors = {name: row["known_error"] for name, row in rows.items() if "known_error" in row}
     columns = {
@@ -168,8 +148,8 @@ def list_rows() -> str:
         "step s": column(figures, "step_time_s", ".4g"),
     }
     notes = "\n".join(f"* {name}: {text}" for name, text in errors.items())
-    count = len([name for name in rows if is_published(name)])
-    return f"{markdown(columns)}\n\n{count} rows, rates per GPU; as published, but:\n{notes}"
+    told = f"{len(published_rows())} rows that count, rates per GPU; as published, but:"
+    return f"{markdown(columns)}\n\n{told}\n{notes}"
 
 
 # --- a config as a row

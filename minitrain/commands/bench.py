@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 
 from minitrain.bench.report import calibration_line, details, table
-from minitrain.bench.rows import list_one_gpu, list_rows, load_row
+from minitrain.bench.rows import list_rows, load_row
 from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
@@ -107,7 +107,7 @@ class Case:
 def main(arguments: list[str]) -> None:
     options = parser().parse_args(arguments)
     if options.list:
-        print(list_rows(), list_one_gpu(), sep="\n\n")
+        print(list_rows())
     elif options.report is not None:
         from minitrain.bench.page import write_report
 

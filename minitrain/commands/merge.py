@@ -63,7 +63,8 @@ def merge(base: str, adapter: str, out: str) -> None:
     if isinstance(model, Decoder):
         if model.config.eos_token_id is None and tokenizer:
             model.config = replace(model.config, eos_token_id=tokenizer.eos_id)
-        model.config = end_also_at(model.config, end)
+        if end is not None:
+            model.config = end_also_at(model.config, end)
     save_pretrained(model, out)
     if tokenizer:
         tokenizer.save(out)

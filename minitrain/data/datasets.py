@@ -15,15 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.chat.preferences import open_pairs
-from minitrain.data.chat.sft import open_chats
 from minitrain.data.files import apart, held_out_apart
 from minitrain.data.text.text_rows import open_data
-from minitrain.data.video.latents import open_latents
+from minitrain.data.toys import load_from
 from minitrain.errors import InputError
 from minitrain.settings import Config
 
 BLOCK = 10_000
+# what opens the rows of tasks that need more than texts, which no other task imports
+OPENED_BY = {
+    "sft": "minitrain.data.chat.sft:open_chats",
+    "lora": "minitrain.data.chat.sft:open_chats",
+    "dpo": "minitrain.data.chat.preferences:open_pairs",
+    "diffusion": "minitrain.data.video.latents:open_latents",
+}
 
 
 def open_dataset(config: Config) -> tuple:
@@ -37,12 +42,8 @@ def open_dataset(config: Config) -> tuple:
         return trained[0], held[1] or held[0]
     if config.data.sources:
         return open_sources(config)
-    if config.task == "diffusion":
-        return open_latents(config)
-    if config.task == "dpo":
-        return open_pairs(config)
-    if config.task in ("sft", "lora"):
-        return open_chats(config)
+    if config.task in OPENED_BY:
+        return load_from(OPENED_BY[config.task])(config)
     return open_data(
         config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
     )

@@ -30,5 +30,10 @@ class World(Protocol):
 
 
 def load_toy(name: str) -> Callable:
-    module, _, attribute = TOYS[name].partition(":")
-    return getattr(import_module(module), attribute)
+    return load_from(TOYS[name])
+
+
+def load_from(place: str) -> Callable:
+    """Return what a place, package.module:name, has; its module is imported only now."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)

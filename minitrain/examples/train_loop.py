@@ -41,7 +41,8 @@ if tp > 1:
     tensor_parallel(model, meshes.tp)
 if cp > 1:
     context.context_parallel(model, meshes.cp, "allgather")
-recompute.recompute(model.blocks, words.get("recompute", "none"))
+if "recompute" in words:
+    recompute.recompute(model.blocks, words["recompute"])
 if "compile" in words:  # outside recomputation, which the compiler must see; inside FSDP's hooks
     compiling.compile_blocks(model.blocks, dynamic=False, keep_order=ep > 1)
 if dist.get_world_size() > 1:  # FSDP also sums the gradients that tp leaves as Partial
@@ -73,8 +74,7 @@ for step in range(steps):
     if dist.get_rank() == 0:
         print(f"step {step + 1}: loss {loss:.6f}, norm {norm:.6f}, learning rate {lr:.6f}")
 
-# all ranks gather, rank 0 keeps; torch warns of two all-gathers for what tp and FSDP both split
-tensors = list(shards.full_tensors(model, wanted=lambda name: True))
+tensors = list(shards.full_tensors(model, lambda name: True))  # all gather, rank 0 keeps
 if dist.get_rank() == 0:
     save_tensors(tensors, config, torch.float32, folder := words.get("out", "out/train-loop"))
     ByteTokenizer().save(folder)  # transformers loads both

@@ -12,13 +12,7 @@ from typing import Any
 import torch
 
 from minitrain.errors import InputError, located
-from minitrain.formats.config_own import (
-    KINDS,
-    config_from_own,
-    config_to_own,
-    read_token_ids,
-    read_value,
-)
+from minitrain.formats.config_own import KINDS, config_from_own, config_to_own
 from minitrain.formats.families import (
     ACTIVATIONS,
     EPS_KEYS,
@@ -28,7 +22,13 @@ from minitrain.formats.families import (
     SIZES,
     Family,
 )
-from minitrain.formats.json_files import read_number, read_switch, refuse_other_values
+from minitrain.formats.json_files import (
+    read_number,
+    read_switch,
+    read_token_ids,
+    read_value,
+    refuse_other_values,
+)
 from minitrain.models.decoder_config import ROPE_SCALINGS, YARN, DecoderConfig
 
 GENERATION = "generation_config.json"
@@ -124,13 +124,13 @@ def not_trained_with(config: DecoderConfig) -> list[str]:
     return [f"{key}={value}" for key, value in found.items()]
 
 
-def end_also_at(config: DecoderConfig, end: int | None) -> DecoderConfig:
-    """Return the config of a model that ends a text at token `end`, too, if that is not None.
+def end_also_at(config: DecoderConfig, end: int) -> DecoderConfig:
+    """Return the config of a model that ends a text at token `end`, too.
 
     generation_config.json, where there is one, counts before config.json.
     """
     generation = config.generation_config
-    if generation and end is not None:
+    if generation:
         own = generation.get("eos_token_id")
         ends = _with_end(config.eos_token_id if own is None else own, end)
         generation = generation | {"eos_token_id": ends}
@@ -138,12 +138,12 @@ def end_also_at(config: DecoderConfig, end: int | None) -> DecoderConfig:
     return dataclasses.replace(config, eos_token_id=ends, generation_config=generation)
 
 
-def _with_end(ends: Any, end: int | None) -> Any:
+def _with_end(ends: Any, end: int) -> Any:
     """Return `eos_token_id`, which is a token, a list or None, with one more token."""
     if ends in (None, []):
         return end
     known = ends if isinstance(ends, list) else [ends]
-    return ends if end is None or end in known else [*known, end]
+    return ends if end in known else [*known, end]
 
 
 def _find_family(raw: dict) -> str:
@@ -183,14 +183,16 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
     expected = ACTIVATIONS[family.field("mlp")]
     if raw.get(key) not in (None, expected):
         raise InputError(f"{key}={raw[key]!r} is not supported (must be {expected!r})")
-    _refuse_other_quantization(raw.get("quantization_config") or {}, family)
+    if settings := raw.get("quantization_config"):
+        _refuse_other_quantization(settings, family)
 
 
 def _refuse_other_quantization(settings: Any, family: Family) -> None:
-    settings = settings if isinstance(settings, dict) else dict(quant_method=settings)
+    if not isinstance(settings, dict):
+        settings = dict(quant_method=settings)
     method = settings.get("quant_method")
     blocks = settings.get("weight_block_size")
-    if settings and (method is None or method != family.quantized):
+    if method is None or method != family.quantized:
         wanted = f"{family.architecture} must have none"
         if family.quantized:
             wanted = f"must be {family.quantized!r}"
@@ -312,8 +314,8 @@ def check_exportable(config: DecoderConfig) -> None:
 
 
 def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict:
-    """Return config.json of any config, as `config_to_hf`, or our own fields if its family is OWN."""
-    return config_to_own(config, dtype) if config.family == OWN else config_to_hf(config, dtype)
+    """Return config.json of a config that is `exportable`: our own fields if its family is OWN."""
+    return config_to_own(config, dtype) if config.family == OWN else _settings(config, dtype)
 
 
 def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:

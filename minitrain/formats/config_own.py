@@ -7,13 +7,12 @@ Their tensors have our own names and shapes, too: the family `minitrain` changes
 
 import dataclasses
 import typing
-from typing import Any
 
 import torch
 
 from minitrain.errors import InputError
 from minitrain.formats.families import OWN
-from minitrain.formats.json_files import read_number, read_switch
+from minitrain.formats.json_files import read_value
 from minitrain.models.decoder_config import DecoderConfig
 
 # what each field holds
@@ -39,28 +38,3 @@ def config_to_own(config: DecoderConfig, dtype: torch.dtype) -> dict:
     names = (field.name for field in dataclasses.fields(config))
     fields = {name: getattr(config, name) for name in names if name not in NOT_WRITTEN}
     return dict(model_type=OWN, torch_dtype=str(dtype).removeprefix("torch.")) | fields
-
-
-def read_value(raw: dict, key: str, kind: Any) -> Any:
-    """Return a key's value as a field's annotation wants it. Raises InputError for all else."""
-    if kind in (int, float):
-        return read_number(raw, key, kind)
-    if kind is bool:
-        return read_switch(raw, key)
-    if key.endswith("_token_id"):
-        return read_token_ids(raw, key)
-    value = raw.get(key)
-    if kind in (dict, dict | None):
-        if not isinstance(value, kind):
-            raise InputError(f"{key}={value!r} must be an object")
-    elif not isinstance(value, str):
-        raise InputError(f"{key}={value!r} must be a text")
-    return value
-
-
-def read_token_ids(raw: dict, key: str) -> int | list[int] | None:
-    value = raw.get(key)
-    for token in value if isinstance(value, list) else [value]:
-        if isinstance(token, bool) or not isinstance(token, int | None):
-            raise InputError(f"{key}={value!r} must be a token id or a list of them")
-    return value

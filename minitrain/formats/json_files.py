@@ -74,6 +74,31 @@ def read_switch(raw: dict, key: str, default: bool = False) -> bool:
     return bool(value)
 
 
+def read_value(raw: dict, key: str, kind: Any) -> Any:
+    """Return a key's value as a field's annotation wants it. Raises InputError for all else."""
+    if kind in (int, float):
+        return read_number(raw, key, kind)
+    if kind is bool:
+        return read_switch(raw, key)
+    if key.endswith("_token_id"):
+        return read_token_ids(raw, key)
+    value = raw.get(key)
+    if kind in (dict, dict | None):
+        if not isinstance(value, kind):
+            raise InputError(f"{key}={value!r} must be an object")
+    elif not isinstance(value, str):
+        raise InputError(f"{key}={value!r} must be a text")
+    return value
+
+
+def read_token_ids(raw: dict, key: str) -> int | list[int] | None:
+    value = raw.get(key)
+    for token in value if isinstance(value, list) else [value]:
+        if isinstance(token, bool) or not isinstance(token, int | None):
+            raise InputError(f"{key}={value!r} must be a token id or a list of them")
+    return value
+
+
 def refuse_other_values(raw: dict, values: dict, architecture: str) -> None:
     """Raise InputError for a key whose value is not the one in `values`.
 

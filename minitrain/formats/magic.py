@@ -2,6 +2,7 @@
 
 import re
 import struct
+from functools import cache
 from pathlib import Path
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -44,13 +45,18 @@ LITPKDS = a packed dataset of lit-gpt, with a header of 24 bytes (save its token
 \xc7\xd74\x01 = a debugging state of llm.c (give its training tokens)
 \xc8\xd74\x01 = a tokenizer of llm.c (give its training tokens)
 """
-MAGICS = {
-    magic.encode().decode("unicode_escape").encode("latin1"): kind
-    for magic, kind in (line.split(" = ") for line in SIGNATURES.strip().splitlines())
-}
 # PNG, GIF, JPEG; WebP, WAV, AVI; MP3, Ogg, FLAC; Matroska, WebM; MP4, MOV, HEIC
 MEDIA = rb"(?s)\x89PNG|GIF8|\xff\xd8\xff|RIFF|ID3|OggS|fLaC|\x1a\x45\xdf\xa3|.{4}ftyp"
 SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")  # one object over several lines
+
+
+@cache
+def signatures() -> dict[bytes, str]:
+    """Return the kinds of files by their first bytes."""
+    return {
+        first.encode().decode("unicode_escape").encode("latin1"): kind
+        for first, kind in (line.split(" = ") for line in SIGNATURES.strip().splitlines())
+    }
 
 
 def read_head(file: Path) -> bytes:
@@ -62,7 +68,7 @@ def stand_in_kind(file: Path, head: bytes) -> str:
     """Return the kind of a file that stands for another one; empty for all others."""
     if file.suffix in UNFINISHED:
         return "an unfinished download (finish it, or remove it)"
-    return MAGICS[LFS] if head.startswith(LFS) else ""
+    return signatures()[LFS] if head.startswith(LFS) else ""
 
 
 def kind_of_binary(file: Path, head: bytes) -> str:
@@ -79,7 +85,7 @@ def kind_of_binary(file: Path, head: bytes) -> str:
     if length < 1 << 40 and head[8:12] == masked_crc(head[:8]).to_bytes(4, "little"):
         return "a TFRecord file (save its tokens as .npy, its texts as JSONL)"
     return stand_in_kind(file, head) or next(
-        (what for magic, what in MAGICS.items() if head.startswith(magic)), ""
+        (what for magic, what in signatures().items() if head.startswith(magic)), ""
     )
 
 

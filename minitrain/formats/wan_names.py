@@ -7,6 +7,7 @@ Reading and writing the files themselves is in hf.py.
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from minitrain.errors import InputError, located
@@ -59,6 +60,21 @@ ORIGINAL_PARTS = {
     "ffn.net.2": "ffn.2",
     "scale_shift_table": "modulation",
 }
+# a block's Linears that can be adapted
+ADAPTED = (
+    "attn1.to_q",
+    "attn1.to_k",
+    "attn1.to_v",
+    "attn1.to_out.0",
+    "attn2.to_q",
+    "attn2.to_k",
+    "attn2.to_v",
+    "attn2.to_out.0",
+    "attn2.add_k_proj",
+    "attn2.add_v_proj",
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
 ROLES = {
     "lora_A.weight": "A",
     "lora_down.weight": "A",
@@ -105,19 +121,17 @@ def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
     return {ours.get(name, name): value for name, value in stored.items()}
 
 
-# our names of a block's Linears that can be adapted, by both spellings, with `_` for each dot, as
-# kohya's programs join them
-SPELT = {
-    spell(f".{linear}")[1:].replace(".", "_"): linear
-    for linear in (
-        *(f"attn{i}.{linear}" for i in (1, 2) for linear in ("to_q", "to_k", "to_v", "to_out.0")),
-        "attn2.add_k_proj",
-        "attn2.add_v_proj",
-        "ffn.net.0.proj",
-        "ffn.net.2",
-    )
-    for spell in (str, original_name)
-}
+@cache
+def linears_by_spelling() -> dict[str, str]:
+    """Return our names of ADAPTED, by both spellings.
+
+    Those have `_` for each dot, as kohya's programs join them.
+    """
+    return {
+        spell(f".{linear}")[1:].replace(".", "_"): linear
+        for linear in ADAPTED
+        for spell in (str, original_name)
+    }
 
 
 def adapter_place(key: str) -> tuple[str, str] | None:
@@ -132,7 +146,7 @@ def adapter_place(key: str) -> tuple[str, str] | None:
     match = re.fullmatch(
         rf"{block}\.({'|'.join(map(re.escape, ROLES))})", key.replace(".default.", ".")
     )
-    linear = SPELT.get(match[2].replace(".", "_")) if match else None
+    linear = linears_by_spelling().get(match[2].replace(".", "_")) if match else None
     return (f"blocks.{match[1]}.{linear}", ROLES[match[3]]) if linear else None
 
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from minitrain.errors import Faults, refuse
+from minitrain.errors import Faults, InputError, refuse
 from minitrain.models.limits import check_fields
 
 # values of `mlp`, for layers.py and for experts in moe.py
@@ -168,11 +168,17 @@ class DecoderConfig:
 
     def __post_init__(self):
         """Raise InputError for sizes that no model can have."""
-        refuse(self._experts_faults())
+        mlps = EXPERT_MLPS if self.num_experts else DENSE_MLPS
+        if self.mlp not in mlps:
+            raise InputError(f"model.mlp={self.mlp!r} is not one of {', '.join(mlps)}")
+        if self.num_experts > 0:
+            refuse(self._experts_faults())
         check_fields(self)
         refuse(self._attention_faults())
-        refuse(self._rope_scaling_faults())
-        refuse(self._pattern_faults())
+        if self.rope_scaling is not None:
+            refuse(self._rope_scaling_faults())
+        if self.layer_pattern:
+            refuse(self._pattern_faults())
 
     # The checks below yield pairs (is it wrong?, message). The first that is wrong is raised, so a
     # later check may rely on earlier ones.
@@ -182,10 +188,6 @@ class DecoderConfig:
         chosen = self.num_experts_per_tok
         groups = self.n_group
         kept = self.topk_group
-        mlps = EXPERT_MLPS if experts else DENSE_MLPS
-        yield self.mlp not in mlps, f"model.mlp={self.mlp!r} is not one of {', '.join(mlps)}"
-        if experts < 1:
-            return
         yield (
             not 1 <= chosen <= experts,
             f"model.num_experts_per_tok={chosen} must be between 1 and num_experts={experts}",
@@ -253,8 +255,6 @@ class DecoderConfig:
         )
 
     def _rope_scaling_faults(self) -> Faults:
-        if self.rope_scaling is None:
-            return
         given = dict(self.rope_scaling)
         kind = given.pop("rope_type", None)
         given.pop("truncate", None)
@@ -293,7 +293,7 @@ class DecoderConfig:
             f"{told} has layers of experts, but num_experts=0",
         )
         yield (
-            pattern and len(pattern) != self.num_layers,
+            len(pattern) != self.num_layers,
             f"{told} has {len(pattern)} letters, expected num_layers={self.num_layers}",
         )
         heads = self.mamba_num_heads

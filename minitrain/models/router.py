@@ -9,7 +9,7 @@ Three fields of the config balance the load of experts. All are off by default:
 Left out: router noise and z-loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -248,7 +248,7 @@ class AttachLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def update_selection_bias(
-    model: nn.Module,
+    routers: Iterable[Router],
     factor: float | Tensor,
     sum_load: Callable[[Tensor], Tensor] = lambda load: load,
 ) -> None:
@@ -259,7 +259,7 @@ def update_selection_bias(
     ranks that saw other tokens.
     Source: DeepSeek-V3, 2.1.2.
     """
-    routers = [m for m in model.modules() if isinstance(m, Router) and m.load is not None]
+    routers = [router for router in routers if router.load is not None]
     if not routers:
         return
     load = sum_load(torch.stack([router.load for router in routers])).float()

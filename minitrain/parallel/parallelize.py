@@ -69,7 +69,10 @@ def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
         (tensor_parallel_wan if isinstance(model, Wan) else tensor_parallel)(model, meshes.tp)
     if meshes.cp.size() > 1:
         context_parallel(model, meshes.cp, config.parallel.context)
-    recompute(model.blocks, config.recompute, random=bool(config.lora and config.lora.dropout))
+    if config.recompute != "none":
+        # adapters draw their dropout
+        random = bool(config.lora and config.lora.dropout)
+        recompute(model.blocks, config.recompute, random)
     if config.compile:
         # videos vary in length
         dynamic = None if config.data.kind == "latents" else False

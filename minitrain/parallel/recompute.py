@@ -72,13 +72,11 @@ def saved_operators(setting: str | int) -> frozenset | None:
 def recompute(blocks: list[Module], setting: str | int, random: bool = False) -> None:
     """Make `blocks` recompute in place, before they are compiled. Parameter names stay.
 
-    setting: none, full, attention, selective, or an int k: every k-th block from the first.
+    setting: full, attention, selective, or an int k: every k-th block from the first.
     random: the blocks draw random numbers, for dropout, and must draw the same ones again.
     """
     # the second run must not repeat side effects, such as counting tokens per expert
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    if setting == "none":
-        return
     saved = saved_operators(setting)
     every = setting if isinstance(setting, int) else 1
     for block in blocks[::every]:

@@ -129,7 +129,7 @@ class DecodingBatch:
     def decode(self) -> None:
         """Run one step: the forward pass, whose head samples the next tokens."""
         self.step.begin()
-        self.caches.begin(self.step)
+        self.caches.step = self.step
         with compiled_blocks(self.model) if self.compiles else nullcontext():
             self.model(
                 self.tokens[None],

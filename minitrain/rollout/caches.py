@@ -271,7 +271,7 @@ class Caches:
 
     pages, slots: how many sequences can use. One more of each, the last, is the null page and the
         null slot: padding writes there, and nothing reads them.
-    step: the forward pass that runs; None before the first.
+    step: the forward pass that runs, set by who begins it; None before the first.
     rows: on the CPU, what all layers' row buffers hold.
     """
 
@@ -296,10 +296,6 @@ class Caches:
 
     def __getitem__(self, layer: int) -> LayerCache | None:
         return self.layers[layer]
-
-    def begin(self, step: PromptStep | DecodingStep) -> None:
-        """Begin a forward pass."""
-        self.step = step
 
     def frequencies(self, *arguments) -> Tensor:
         """Return `rotary_frequencies`, fp32 [dim / 2], computed once: saves up to 15 kernels."""

@@ -315,7 +315,7 @@ class Sampler:
         entries += [(0, 0, self.caches.null_page, 0)] * (-len(entries) % self.tp)
         # each [tokens]
         tokens, positions, *kv_index = on_device(entries, self.device).T.contiguous()
-        self.caches.begin(PromptStep(tuple(kv_index), step_chunks))
+        self.caches.step = PromptStep(tuple(kv_index), step_chunks)
         with compiled_blocks(self.model) if self.compiles_prefill else nullcontext():
             self.model(
                 tokens[None],

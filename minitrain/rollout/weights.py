@@ -86,8 +86,9 @@ def is_same(a: object, b: object) -> bool:
 @cache
 def uncompiled(kind: type) -> type:
     """Return the variant of a block's class that runs eagerly, although the trainer compiled it."""
-    # torch has no public switch for the compiled call of one module (2.13)
-    return type(kind.__name__, (kind,), {"_compiled_call_impl": property(lambda self: None)})
+    # torch has no public switch for the compiled call of one module (2.13): its `__call__` asks for
+    # one, and then calls this
+    return type(kind.__name__, (kind,), {"__call__": nn.Module._call_impl})
 
 
 class SamplerWeights:

@@ -53,6 +53,7 @@ class Trainer:
         check_objective(self.objective, config.parallel)
         self.device = meshes.device
         self.model = build(config, meshes, fill)
+        self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.optimizer = make_optimizer(self.model, config.optim)
 
     def prepare(self, dataset: Dataset, batches: int) -> None:
@@ -72,8 +73,9 @@ class Trainer:
         first = step * batch.global_ + ranks.get_local_rank() * share
         micro_batches = []
         for n in range(first, first + share, batch.micro):
-            whole = read(dataset, range(n, n + batch.micro))
-            own = local_tokens(whole, self.meshes.cp, self.config.parallel.context)
+            own = read(dataset, range(n, n + batch.micro))
+            if self.meshes.cp.size() > 1:
+                own = local_tokens(own, self.meshes.cp, self.config.parallel.context)
             micro_batches.append(own)
         return micro_batches
 
@@ -101,8 +103,9 @@ class Trainer:
         if self.config.optim.ema:
             update_averages(self.optimizer, self.config.optim, step, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        # by 0 if the step is skipped
-        update_selection_bias(self.model, finite, partial(sum_over, self.meshes.tokens))
+        if self.routers:
+            # by 0 if the step is skipped
+            update_selection_bias(self.routers, finite, partial(sum_over, self.meshes.tokens))
         return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
@@ -280,11 +283,6 @@ def training_steps(
             "tokens_per_sec": filled / (now - began),
         }
         began = time.perf_counter()
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Return True at multiples of `every` (0: never), and after the last step."""
-    return step == last or (every > 0 and step % every == 0)
 
 
 def is_finite(numbers: dict[str, float]) -> bool:

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
 from minitrain.parallel.collectives import sum_over
-from minitrain.parallel.shards import full_tensor, to_local
 from minitrain.settings import Optim
 from minitrain.training.adamw import AdamW
 from minitrain.training.muon import Muon, has_muon
+from minitrain.training.sgd import SGD
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -56,22 +56,6 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     if optim.stochastic_rounding or differ:
         return AdamW(groups, states, **settings, **rounding)
     return torch.optim.AdamW(groups, **settings, fused=True)
-
-
-class SGD(torch.optim.Optimizer):
-    """Gradient descent that can skip an update (see `update_weights`), of DTensors too."""
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        # a scalar 1 if `update_weights` skips this update
-        skip = getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    weight = to_local(parameter)
-                    gradient = to_local(parameter.grad)
-                    change = group["lr"] * (gradient + group["weight_decay"] * weight)
-                    weight -= change if skip is None else torch.where(skip > 0, 0, change)
 
 
 def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
@@ -125,11 +109,14 @@ def clip_gradients(
     for parameter in parameters:
         if parameter.grad is not None:
             mesh = getattr(parameter.grad, "device_mesh", None)
-            by_mesh.setdefault(mesh, []).append(parameter)
+            by_mesh.setdefault(mesh, []).append(parameter.grad)
     norms = []
-    for group in by_mesh.values():
-        norm = total_norm([p.grad for p in group])
-        norms.append(full_tensor(norm))
+    gradients = []
+    for mesh, group in by_mesh.items():
+        norm = total_norm(group)
+        # without a mesh they are plain tensors
+        norms.append(norm if mesh is None else norm.full_tensor())
+        gradients += group if mesh is None else [gradient.to_local() for gradient in group]
     if not norms:
         # a stage of a pipeline may have nothing to train
         norms = [torch.zeros((), device=parameters[0].device)]
@@ -139,7 +126,6 @@ def clip_gradients(
         total = sum_over(stages, total.double().square()).sqrt()
     if max_norm is not None:
         scale = (max_norm / (total + 1e-6)).clamp(max=1)
-        gradients = [to_local(p.grad) for group in by_mesh.values() for p in group]
         for dtype, each in by_type(gradients).items():
             # with a scale of another type, torch would launch one kernel per gradient
             torch._foreach_mul_(each, scale.to(dtype))

@@ -369,7 +369,7 @@ def test_selection_bias_evens_out_a_skewed_router():
     for _ in range(300):
         router(x)
         spread.append(router.load.float().std().item())
-        update_selection_bias(router, 1.0)
+        update_selection_bias([router], 1.0)
     assert spread[-1] < 0.2 * spread[0]
 
 

@@ -12,8 +12,9 @@ from minitrain.models.router import Router
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
 from minitrain.run.tasks.draw_videos import draw_world
+from minitrain.run.tasks.task import is_due
 from minitrain.training.build import build_model
-from minitrain.training.loop import Trainer, is_due, set_token_counts, to_device, training_steps
+from minitrain.training.loop import Trainer, set_token_counts, to_device, training_steps
 from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import LanguageModeling
 from minitrain.training.packing import rows

@@ -16,9 +16,10 @@ lora.dropout, another number of ranks draws other masks.
 
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,15 @@ class Checkpointer:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
+
+
+def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
+    """Make a group for `ranks` to write checkpoints.
+
+    They wait there for each other's disks: half an hour at least.
+    """
+    timeout = timedelta(seconds=max(1800, config.timeout_s))
+    return dist.new_group(list(ranks), timeout=timeout, backend="gloo")
 
 
 def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tuple[int, dict]:

@@ -195,12 +195,3 @@ def wait_for_ever() -> None:
     """
     set_timeout(FOR_EVER.total_seconds())
     default_store().set_timeout(FOR_EVER)
-
-
-def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
-    """Make a group for `ranks` to write checkpoints.
-
-    They wait there for each other's disks: half an hour at least.
-    """
-    timeout = timedelta(seconds=max(1800, config.timeout_s))
-    return dist.new_group(list(ranks), timeout=timeout, backend="gloo")

@@ -39,14 +39,13 @@ class Work:
     """The work that a model does for one token.
 
     weights: N, the matmul weights: every nn.Linear, the chosen experts, the output head (tied or
-    not), no embedding.
+        not), no embedding.
     attention: d L, heads * head_dim summed over the layers: multiply-adds per key, for scores and
-    again for values
-        (where keys and values have different widths, their mean).
+        again for values (where keys and values have different widths, their mean).
     windowed: d L of further layers, in which a token sees only `window` keys.
     routers: the weights that score experts.
     state: S, the elements of all Mamba-2 states: heads * head_dim * state size, summed over the
-    layers.
+        layers.
     parameters: all of the model's, without adapters.
     adapters: LoRA weights, all else being frozen; 0 if the whole model is trained.
     """

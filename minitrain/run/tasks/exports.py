@@ -56,7 +56,7 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
             end = save_template(config, tokenizer, folder, asks)
         if shape.eos_token_id is None:
             shape = replace(shape, eos_token_id=tokenizer.eos_id)
-    if config.task != "diffusion":
+    if end is not None:
         # where transformers ends a text
         shape = end_also_at(shape, end)
     if config.lora:

@@ -17,14 +17,19 @@ from minitrain.grpo.rewards import load_reward
 from minitrain.grpo.rollouts import Group, sampling_settings
 from minitrain.parallel.agreement import lead, wait_for_all
 from minitrain.run.checkpoint.checkpoint_files import complete_steps
-from minitrain.run.checkpoint.checkpointer import Checkpointer, resume, save_step
+from minitrain.run.checkpoint.checkpointer import (
+    Checkpointer,
+    checkpoint_group,
+    resume,
+    save_step,
+)
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.launch.start import checkpoint_group, fill_weights, set_timeout, start
+from minitrain.run.launch.start import fill_weights, set_timeout, start
 from minitrain.run.monitor.progress import validation
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
+from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
-from minitrain.training.loop import is_due
 
 
 class GrpoTask:

@@ -8,14 +8,20 @@ import torch.distributed as dist
 
 from minitrain.data.datasets import open_dataset, with_steps
 from minitrain.data.toys import TOYS
-from minitrain.run.checkpoint.checkpointer import Checkpointer, resume, save_step
+from minitrain.run.checkpoint.checkpointer import (
+    Checkpointer,
+    checkpoint_group,
+    resume,
+    save_step,
+)
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.launch.start import checkpoint_group, make_trainer, start
+from minitrain.run.launch.start import make_trainer, start
 from minitrain.run.monitor.health import batch_origin
 from minitrain.run.monitor.progress import bits_per_byte
 from minitrain.run.tasks.exports import export
+from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
-from minitrain.training.loop import is_due, training_steps
+from minitrain.training.loop import training_steps
 
 
 class RowsTask:

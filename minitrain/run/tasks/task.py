@@ -15,7 +15,6 @@ from minitrain.run.monitor.health import Health
 from minitrain.run.monitor.meter import Meter
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.settings import Config
-from minitrain.training.loop import is_due
 from minitrain.training.packing import Dataset
 
 
@@ -95,7 +94,7 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
     seconds = 60 * config.checkpoint.minutes
     saved_at = time.monotonic()
     with until_signal() as stopping:
-        for numbers in recorded(task):
+        for numbers in profiled_steps(task):
             numbers |= meter.measure(numbers)
             numbers |= health.check(numbers)
             due = is_due(numbers["step"], config.checkpoint.every, config.steps)
@@ -123,8 +122,13 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
     return True
 
 
-def recorded(task) -> Iterator[dict[str, Any]]:
-    """Return the numbers of the task's steps, which are recorded where profile.* asks for it."""
+def is_due(step: int, every: int, last: int) -> bool:
+    """Return True at multiples of `every` (0: never), and after the last step."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def profiled_steps(task: Task) -> Iterator[dict[str, Any]]:
+    """Return the numbers of the task's steps, which are profiled where profile.* asks for it."""
     steps = task.steps(task.first)
     settings = task.config.profile
     if not (settings.steps or settings.memory):

@@ -20,6 +20,7 @@ from minitrain.run.config.load import to_dict
 from minitrain.run.config.unread import unread
 from minitrain.run.launch.failures import rank, record_flights, recorded
 from minitrain.run.launch.lock import locked
+from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
@@ -39,7 +40,8 @@ def train(config: Config) -> None:
     check_free_of_others(config, folder)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
-    record_flights(folder)
+    if pick_device(config.device).type == "cuda":
+        record_flights(folder)
     if rank() == 0:
         print(opening(config, world_size()), flush=True)
     with locked(folder, leads=rank() == 0), recorded(folder):
@@ -128,11 +130,12 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
         )
     if first:
         return notes
-    if config.task != "diffusion" and not config.lora and (fault := export_fault(shape)):
+    is_decoder = config.task != "diffusion"
+    if is_decoder and not config.lora and (fault := export_fault(shape)):
         notes.append(f"note: {fault}: it will be saved for minitrain alone, not for transformers")
     if not config.model.path and (config.lora or config.task in ("sft", "grpo", "dpo")):
         notes.append("note: what is fine-tuned are random weights (model=FOLDER names others)")
-    if config.task != "diffusion" and (left_out := ", ".join(not_trained_with(shape))):
+    if is_decoder and shape.extra_config and (left_out := ", ".join(not_trained_with(shape))):
         notes.append(f"note: config.json says {left_out}, which training here is without")
     return notes
 
