@@ -159,6 +159,25 @@ def test_allgather_is_balanced(pool):
     assert pool.run(4, look_at_masks, "allgather", 4, 64) == [(pairs // 4, (False, True))] * 4
 
 
+def look_at_chunks(form, size):
+    """What the masks of no rule, documents, a window, no causality and sinks say of this rank's chunks."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(num_layers=1))
+    context_parallel(model, init_device_mesh("cpu", (size,)), form)
+    make = partial(model.make_mask, 8, torch.device("cpu"))
+    documents = torch.zeros(1, 8, dtype=torch.long)
+    rules = ({}, {"document_ids": documents}, {"window": 5}, {"causal": False}, {"plain": False})
+    return [make(**rule).chunks for rule in rules]
+
+
+def test_allgather_says_which_chunks_of_a_plain_causal_sequence_a_rank_has(pool):
+    found = pool.run(4, look_at_chunks, "allgather", 4)
+    for own, chunks in zip([(0, 7), (1, 6), (2, 5), (3, 4)], found, strict=True):
+        assert chunks == [own, None, None, None, own]
+    # all tokens of some heads; with sinks the kernels' parts need no mask either
+    assert pool.run(2, look_at_chunks, "ulysses", 2) == [[None, None, None, None, (0,)]] * 2
+
+
 def test_ulysses_keeps_the_plain_kernel(pool):
     assert pool.run(4, look_at_masks, "ulysses", 4, 64) == [(None, (False, True))] * 4
 
