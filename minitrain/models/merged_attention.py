@@ -43,9 +43,14 @@ def takes_parts(q: Tensor, v: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def has_cudnn_attention() -> bool:
-    """Return whether cuDNN's attention runs here, and is not switched off (`enable_cudnn_sdp`)."""
+    """Return whether cuDNN's attention runs here, and nobody has switched it off.
+
+    Its backward pass adds up in no fixed order.
+    """
     allowed = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available()
-    return torch.version.hip is None and allowed and torch.cuda.get_device_capability() >= (8, 0)
+    if not allowed or torch.version.hip or torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
 
 
 def merged_attention(

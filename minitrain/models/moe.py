@@ -198,8 +198,10 @@ class Experts(nn.Module):
         if self.gated:
             # they are interleaved: [rows, intermediate] each
             gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
-            # eager CPU kernels are far faster on contiguous copies
-            hidden = self.gated(gate.contiguous(), up.contiguous())
+            if not torch.compiler.is_compiling():
+                # eager CPU kernels are far faster on contiguous copies
+                gate, up = gate.contiguous(), up.contiguous()
+            hidden = self.gated(gate, up)
         else:
             hidden = squared_relu(hidden)
         # its bias is multiplied by the weight too

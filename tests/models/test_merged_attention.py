@@ -1,11 +1,13 @@
 """Attention out of parts: outputs and gradients of a softmax that is written out, in fp64."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.models.attention import KeptMasks, Mask, attention, make_mask
-from minitrain.models.merged_attention import merged_attention
+from minitrain.models.merged_attention import has_cudnn_attention, merged_attention
 
 CPU = torch.device("cpu")
 
@@ -123,15 +125,30 @@ def test_masks_without_documents_are_built_once():
     assert len(make.kept) == make.MOST
 
 
+def test_whoever_switches_cudnn_off_gets_another_kernel(monkeypatch):
+    """And whoever wants the same bits each time, which its backward pass has not."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        for wanted in (False, True):
+            torch.backends.cuda.enable_cudnn_sdp(wanted)
+            assert has_cudnn_attention() == wanted
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
+            assert not has_cudnn_attention()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("chunks, count", [((0,), 1), ((1, 2), 4)])
+@pytest.mark.parametrize("chunks, count", [(None, 1), ((0,), 1), ((1, 2), 4)])
 def test_library_on_cuda(kv_heads, with_sinks, chunks, count):
     """cuDNN, beside fp64, for few key/value heads whose keys have a large mean: some versions were wrong on B200."""
     random = torch.Generator().manual_seed(0)
     length, size = 1024, 1024 // count
-    places = torch.cat([torch.arange(c * size, (c + 1) * size) for c in chunks])
+    places = torch.cat([torch.arange(c * size, (c + 1) * size) for c in chunks or (0,)])
     q = torch.randn(2, 8, len(places), 128, generator=random)
     k, v = torch.randn(2, 2, kv_heads, length, 128, generator=random)
     k = k + 8 * torch.randn(kv_heads, 1, 128, generator=random)
@@ -141,7 +158,10 @@ def test_library_on_cuda(kv_heads, with_sinks, chunks, count):
     ]
     exact = [x.detach().cpu().double().requires_grad_() for x in there]
     expected = written_out(*exact[:3], places, exact[3] if with_sinks else None)
-    mask = Mask(True, places, chunks)
+    if with_sinks and chunks is None:
+        pytest.skip("needs a mask")
+    # plain, by scaled_dot_product_attention; or in parts, where nobody reads the mask
+    mask = Mask(True) if chunks is None else Mask(True, places, chunks)
     found = attention(*there[:3], mask, there[3] if with_sinks else None)
     upstream = torch.randn(found.shape, generator=random).bfloat16()
     gradients = torch.autograd.grad(found, there, upstream.cuda())
