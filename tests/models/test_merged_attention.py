@@ -7,7 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.models.attention import KeptMasks, Mask, attention, make_mask
+from minitrain.models.decoder import Decoder
 from minitrain.models.merged_attention import has_cudnn_attention, merged_attention
+from minitrain.models.zoo import model_config
+from minitrain.parallel.recompute import recompute
 
 CPU = torch.device("cpu")
 
@@ -92,6 +95,19 @@ def test_attention_takes_the_parts_where_its_mask_has_chunks(with_sinks):
         with Kernels() as kernels:
             attention(q, k, v, mask, torch.zeros(4) if with_sinks else None)
         assert kernels.names.count("attention_part") == parts, name
+
+
+@pytest.mark.parametrize(
+    "setting, times", [("none", 1), ("attention", 1), ("selective", 1), ("full", 2)]
+)
+def test_recomputation_saves_the_parts_as_any_attention(setting, times):
+    """In GPT-OSS's layers of full attention; those of windows have a mask."""
+    model = Decoder(model_config("gpt-oss-20b-tiny", num_layers=2)).train()
+    recompute(model.blocks, setting)
+    with Kernels() as kernels:
+        model(torch.arange(16)[None]).sum().backward()
+    assert kernels.names.count("attention_part") == times
+    assert kernels.names.count("attention_part_backward") == 1
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
