@@ -5,7 +5,8 @@ layout, compiler, loop and optimizer. Four things differ:
 
 - the process group is torch's fake one;
 - tensors are fake, and on the CPU;
-- attention is one operator that knows how many pairs of query and key its mask allows;
+- attention is one operator that knows how many pairs of query and key its mask allows, or the parts
+  of models/merged_attention.py, which need no stand-in;
 - the head's gradient is accumulated by its matrix product, as on CUDA.
 
 The compiler does all but write kernels: it cuts each block into a forward and a backward graph, and
