@@ -157,7 +157,7 @@ class Fp8:
     """FP8 matrix products, with precision=fp8: see models/fp8.py."""
 
     # which products Hopper sums with fewer bits
-    fast_accumulation: Literal["none", "forward", "all"] = "forward"
+    fast_accumulation: Literal["none", "forward", "all"] = "none"
     # routed experts too, where a rank has one of them (parallel.ep = their number)
     experts: bool = False
     # weights are kept transposed, too, a byte for each of a rank's, unsharded: spares transposing
@@ -394,6 +394,8 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
     deterministic: bool = False  # bitwise reproducible: see run/launch/start.py
+    # false: FlashAttention and FlexAttention where cuDNN's kernels are wrong (reported for some B200)
+    cudnn_attention: bool = True
     # how long a rank waits for the others in a collective before it gives up
     timeout_s: float = number(600.0, 1, 1000000)
     reference: dict = field(default_factory=dict)  # published figures of the same row

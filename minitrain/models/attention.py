@@ -1,8 +1,10 @@
 """Masks (`make_mask`), the kernel for each of them (`attention`), and grouped-query attention.
 
-    mask             on CUDA                                         on CPU
-    causal, or full  scaled_dot_product_attention (cuDNN on Hopper)  scaled_dot_product_attention
-    any other        FlexAttention: its BlockMask skips empty tiles  the same, with a dense mask
+    mask                on CUDA                                         on CPU
+    causal, or full     scaled_dot_product_attention (cuDNN on Hopper)  the same
+    causal, with sinks  cuDNN's kernels merged (merged_attention.py)    the same, of CPU kernels
+    or of some chunks
+    any other           FlexAttention: its BlockMask skips empty tiles  the first, with a dense mask
 
 FlexAttention has no backward on CPU.
 """
@@ -18,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from minitrain.models.flex import block_mask, evaluate_mask, run_flex_attention
 from minitrain.models.layers import apply_rotary, identity, project
+from minitrain.models.merged_attention import merged_attention, takes_parts
 
 if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig
@@ -29,10 +32,13 @@ class Mask:
 
     attn_mask: if there is one, it alone decides: bool [batch or 1, 1, queries, keys], or the
         same as a BlockMask. It is built once for all layers of a forward pass.
+    chunks: where the rule is j <= i alone, the numbers of the equal chunks of the keys' sequence
+        that the queries are; (0,): all of it. Context parallelism sets those of its ranks.
     """
 
     causal: bool = True
     attn_mask: Tensor | BlockMask | None = None
+    chunks: tuple[int, ...] | None = None
 
 
 def make_mask(
@@ -53,11 +59,13 @@ def make_mask(
         ... (context parallelism).
     window: i - j < window: that many keys, the query's own included.
     plain: return no attn_mask where causal or full attention suffices, so that SDPA's fast kernel
-        runs. Attention with sinks needs one.
+        runs. Attention with sinks needs one, where its kernel does not take chunks.
     """
     needs_mask = document_ids is not None or window is not None
     if plain and not needs_mask and (q_positions is None or not causal):
         return Mask(causal)
+    # those of other `q_positions` are for the caller to say
+    whole = causal and not needs_mask and q_positions is None
 
     # indices that broadcast: torch's interface, of BlockMasks too
     def mask_mod(sequence, head, query, key):
@@ -76,7 +84,35 @@ def make_mask(
     batch = 1 if document_ids is None else len(document_ids)
     queries = length if q_positions is None else len(q_positions)
     build = block_mask if device.type == "cuda" else dense_mask
-    return Mask(causal, build(mask_mod, batch, queries, length, device))
+    attn_mask = build(mask_mod, batch, queries, length, device)
+    return Mask(causal, attn_mask, chunks=(0,) if whole else None)
+
+
+class KeptMasks:
+    """A `make_mask` that builds masks without tensors in their rule once, not in each micro-batch.
+
+    It keeps those of the last MOST lengths and rules.
+    """
+
+    MOST = 8
+
+    def __init__(self):
+        self.kept: dict[tuple, Mask] = {}
+
+    def __call__(
+        self, length: int, device: torch.device, document_ids: Tensor | None = None, **rule
+    ) -> Mask:
+        """Return `make_mask` of these."""
+        if document_ids is not None or rule.get("q_positions") is not None:
+            return make_mask(length, device, document_ids, **rule)
+        key = length, device, *sorted(rule.items())
+        if key not in self.kept:
+            if len(self.kept) == self.MOST:
+                self.kept.pop(next(iter(self.kept)))
+            # autograd saves it, whoever asks first
+            with torch.inference_mode(False):
+                self.kept[key] = make_mask(length, device, **rule)
+        return self.kept[key]
 
 
 def dense_mask(
@@ -99,6 +135,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
     """
     # Modules name it as an exchange point, where the simulator replaces it; parallel/recompute.py
     # lists its kernels by name.
+    if mask.chunks and mask.attn_mask is not None and takes_parts(q, v):
+        return merged_attention(q, k, v, mask.chunks, sinks)
     if sinks is not None:
         return attention_with_sinks(sinks, q, k, v, mask)
     if isinstance(mask.attn_mask, BlockMask):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.attention import GroupedQueryAttention, Mask, make_mask
+from minitrain.models.attention import GroupedQueryAttention, KeptMasks, Mask
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import (
     MLPS,
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         self.last = last
         # exchange points: context parallelism knows which tokens this rank has; tensor-parallel
         # ranks gather theirs for the head
-        self.make_mask = make_mask
+        self.make_mask = KeptMasks()
         self.gather = identity
         self.rotary_dim = config.rotary_dim
         hidden = config.hidden_size

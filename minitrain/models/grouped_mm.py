@@ -31,6 +31,16 @@ def grouped_mm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return zero_where_empty(product, offsets) if garbage and y.ndim == 2 else product
 
 
+def has_fast_kernel(stack: Tensor) -> bool:
+    """Return whether F.grouped_mm has a kernel for a stack's type on its GPU.
+
+    Of torch 2.11 to 2.13 only compute capabilities 9.x and 10.x have one, in bf16. Elsewhere (RTX
+    50: 12.0) products run expert by expert, and the host waits for the numbers of rows.
+    """
+    major, _ = torch.cuda.get_device_capability(stack.device)
+    return stack.dtype == torch.bfloat16 and major in (9, 10)
+
+
 @torch.compiler.assume_constant_result
 def leaves_garbage(device: str) -> bool:
     """Return whether F.grouped_mm leaves memory unwritten for experts without rows.

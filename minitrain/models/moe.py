@@ -96,8 +96,9 @@ def dispatch(
     # its inverse, [tokens x top_k]: the row of each copy
     inverse = torch.empty_like(order)
     inverse = inverse.scatter(0, order, torch.arange(len(order), device=order.device))
-    # [tokens x top_k]: the token in each row
-    tokens = order // top_k
+    # [tokens x top_k]: the token in each row. The compiler divides again for each channel that it
+    # copies, which is cheap for int32 without a sign.
+    tokens = order.to(torch.int32).div(top_k, rounding_mode="trunc")
     counts = count_tokens(indices, experts.num_experts)
     # [tokens x top_k, hidden]
     rows = Permute.apply(x, tokens, inverse, top_k)
@@ -198,8 +199,10 @@ class Experts(nn.Module):
         if self.gated:
             # they are interleaved: [rows, intermediate] each
             gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
-            # eager CPU kernels are far faster on contiguous copies
-            hidden = self.gated(gate.contiguous(), up.contiguous())
+            if not torch.compiler.is_compiling():
+                # eager CPU kernels are far faster on contiguous copies
+                gate, up = gate.contiguous(), up.contiguous()
+            hidden = self.gated(gate, up)
         else:
             hidden = squared_relu(hidden)
         # its bias is multiplied by the weight too

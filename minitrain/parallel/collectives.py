@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 operators = torch.ops._c10d_functional
-# torch 2.11 knows only the second name, later versions warn about it
+# torch 2.11 knows only the second names, later versions warn about them
 _all_gather = (
     getattr(functional, "all_gather_single_autograd", None)
     or functional.all_gather_tensor_autograd
 )
+
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
@@ -30,6 +32,16 @@ def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
     if mesh.size() > 1:
         dist.all_reduce(tensor, group=mesh.get_group())
     return tensor
+
+
+def gather_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather x [rows, ...] of all ranks: [ranks, rows, ...]. Without a gradient.
+
+    One launch: into a list of tensors, NCCL's results are copied one by one.
+    """
+    gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
+    _gather_into(gathered, x.contiguous(), group=group)
+    return gathered.unflatten(0, (group.size(), -1))
 
 
 def stack_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:

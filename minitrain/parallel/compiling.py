@@ -14,6 +14,8 @@ INDUCTOR = {
     # tensors that one expression may read; torch allows 8, LoRA's rotated queries with dropout
     # need 10
     "realize_acc_reads_threshold": 12,
+    # sums of fewer are written out, not looped over: of a token's rows, of up to 8 experts
+    "unroll_reductions_threshold": 9,
     # with padding, Mamba-2's gradients would be copied for their matrix product
     "comprehensive_padding": False,
 }

@@ -7,9 +7,11 @@ which tokens it holds:
 allgather (Llama 3 paper, section 3.3.2). A rank gathers all keys and values, and computes attention
 for its own queries. The backward pass reduce-scatters the gradients of keys and values. Under a
 causal mask late queries see more keys. To balance the work, a sequence is cut into 2 cp chunks, and
-rank r holds chunks r and 2 cp - 1 - r ("zigzag"). Its queries are then not consecutive, so even
-causal attention needs a mask tensor, and runs on FlexAttention. Any number of heads will do. A rank
-receives, per layer and direction, in one collective:
+rank r holds chunks r and 2 cp - 1 - r ("zigzag"). Its queries are then not consecutive. Plain
+causal attention is put together from SDPA's fast kernels all the same: a chunk is causal with its
+own keys, and sees all earlier ones (models/merged_attention.py). Documents and windows need a mask
+tensor, and run on FlexAttention. Any number of heads will do. A rank receives, per layer and
+direction, in one collective:
 
     (cp - 1) / cp x [batch, seq, 2 kv_heads head_dim]
 
@@ -36,14 +38,17 @@ Document ids, if there are any, are gathered too.
 What a model must have: `make_mask(length, device, document_ids=None, q_positions=None)`, which it
 calls with the length of its own tokens, and whose result it hands to modules with an exchange point
 `attend(q, k, v, mask, sinks=None)`. `q_positions`, int [queries], are the places of the queries among
-the keys, where they are not all of them: only allgather passes it.
+the keys, where they are not all of them: only allgather passes it. If the result is a dataclass with
+a field `chunks`, allgather sets it for masks of j <= i alone: the numbers of the chunks, of 2 cp
+equal ones, that the queries are.
 Left out: ring attention, which overlaps the exchange with attention. Its kernel must return partial
-softmaxes, as FlexAttention does in `attention_with_sinks`, and its backward pass must send keys and
+softmaxes, as those of models/merged_attention.py do, and its backward pass must send keys and
 values round again: autograd alone would keep them all, as allgather does. Who adds a form adds it
 to `context_parallel`, to settings.py and to context_faults in run/config/layout_checks.py.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -168,7 +173,12 @@ def full_sequence_mask(
         if form == "allgather":
             # this rank's queries, but all keys
             rule["q_positions"] = token_indices(length, mesh, zigzag, device)
-        return make_mask(length, device, document_ids, **rule)
+        built = make_mask(length, device, document_ids, **rule)
+        causal = rule.get("causal", True) and rule.get("window") is None
+        if zigzag and causal and document_ids is None and hasattr(built, "chunks"):
+            own = chunks(mesh.get_local_rank(), mesh.size(), zigzag)
+            built = replace(built, chunks=tuple(own))
+        return built
 
     build_once = cache(build)
 

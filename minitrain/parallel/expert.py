@@ -112,14 +112,14 @@ def dispatch_to_ranks(
     sizes = get_sizes(selected)
     # which tokens go to which ranks, from a mask [tokens, ranks]
     routing = make_routing(selected.any(-1), sum(sizes.sends))
+    # [received rows, experts of this rank]; they are few, and what `compute` begins with
+    weights = start_all_to_all(select_pairs(table, routing), mesh, sizes.receives, sizes.sends)
     # [sent rows, width], sorted by rank -> [received rows, width]
     rows = start_all_to_all(GatherRows.apply(x, routing), mesh, sizes.receives, sizes.sends)
-    # [received rows, experts of this rank]
-    weights = start_all_to_all(select_pairs(table, routing), mesh, sizes.receives, sizes.sends)
 
     def finish() -> Tensor:
         # [received rows, width]
-        sums = compute(rows(), weights(), experts, sizes.pairs)
+        sums = compute(rows, weights(), experts, sizes.pairs)
         # back the same way: [sent rows, width]
         sums = all_to_all(sums, mesh, sizes.sends, sizes.receives)
         return ScatterAddRows.apply(sums, routing)
@@ -127,21 +127,22 @@ def dispatch_to_ranks(
     return finish
 
 
-def compute(rows: Tensor, weights: Tensor, experts: Module, pairs: int) -> Tensor:
+def compute(rows: Callable[[], Tensor], weights: Tensor, experts: Module, pairs: int) -> Tensor:
     """Return each row's weighted sum over this rank's experts, [rows, width].
 
-    rows: [rows, width]. weights: [rows, experts of this rank], of which `pairs` are selected.
+    rows(): waits for them, [rows, width]: sorting by expert needs the weights alone.
+    weights: [rows, experts of this rank], of which `pairs` are selected.
     """
     selected = weights.detach() != NOT_SELECTED
     # int64 [experts of this rank]
     tokens_per_expert = selected.sum(0)
     if weights.shape[1] == 1:
         # every row was sent for the only expert: no copies
-        return experts(rows, weights.squeeze(1), tokens_per_expert)
+        return experts(rows(), weights.squeeze(1), tokens_per_expert)
     routing = make_routing(selected, pairs)
     # [pairs], as the copies of rows: sorted by expert
     weights = select_pairs(weights, routing)
-    outputs = experts(GatherRows.apply(rows, routing), weights, tokens_per_expert)
+    outputs = experts(GatherRows.apply(rows(), routing), weights, tokens_per_expert)
     return ScatterAddRows.apply(outputs, routing)
 
 

@@ -51,7 +51,8 @@ EXPENSIVE = {
     operators.all_to_all_single.default,
     operators.reduce_scatter_tensor.default,
 }
-# matrix products that files of models/ register as operators, when imported
+# attention, and matrix products, that files of models/ register as operators, when imported
+OWN_ATTENTION = ("attention_part",)
 OWN_PRODUCTS = ("add_product", "cpu_linear", "grouped_mm", "linear_fp32", "scaled_mm")
 # The router's top-k, and the sort of tokens by expert. A second run may round its inputs
 # differently, and select other experts than those whose outputs are saved.
@@ -61,12 +62,18 @@ ROUTING = {_ops.topk.default, _ops.sort.stable}
 def saved_operators(setting: str | int) -> frozenset | None:
     """Return the operators whose outputs a setting saves; None: it saves a block's input only."""
     if setting == "attention":
-        return frozenset(ATTENTION)
+        return frozenset(ATTENTION | registered(OWN_ATTENTION))
     if setting == "selective":
-        own = torch.ops.minitrain
-        products = {getattr(own, name).default for name in OWN_PRODUCTS if hasattr(own, name)}
-        return frozenset(ATTENTION | EXPENSIVE | ROUTING | products)
+        return frozenset(
+            ATTENTION | EXPENSIVE | ROUTING | registered(OWN_ATTENTION + OWN_PRODUCTS)
+        )
     return None
+
+
+def registered(names: tuple[str, ...]) -> set:
+    """Return those of our own operators that exist."""
+    own = torch.ops.minitrain
+    return {getattr(own, name).default for name in names if hasattr(own, name)}
 
 
 def recompute(blocks: list[Module], setting: str | int, random: bool = False) -> None:

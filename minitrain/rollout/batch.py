@@ -188,7 +188,8 @@ class DecodingBatch:
                     self.decode()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.graph_pool):
+            # of this thread alone: NCCL's watchdog, or a checkpoint's writer, may query an event
+            with torch.cuda.graph(graph, pool=self.graph_pool, capture_error_mode="thread_local"):
                 self.decode()
             for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.grouped_mm import has_fast_kernel
 from minitrain.parallel.tensor_decoder import tensor_parallel_size
 from minitrain.settings import Rollout
 from minitrain.training.footprint import free_memory
@@ -88,13 +89,10 @@ def waits_for_device(model: Decoder) -> bool:
     """Return whether the host needs the device's results within a step, which no graph can replay.
 
     It does where FSDP gathers layers. With experts split over ranks it needs to know how many
-    tokens arrive. Where grouped products lack torch's fast kernel (bf16, compute capability 9.0 or
-    more) it needs to know how many rows each expert has.
+    tokens arrive. Where grouped products lack torch's fast kernel it needs to know how many rows each
+    expert has.
     """
-    fast = all(
-        stack.dtype == torch.bfloat16 and torch.cuda.get_device_capability(stack.device) >= (9, 0)
-        for stack in expert_stacks(model)
-    )
+    fast = all(has_fast_kernel(stack) for stack in expert_stacks(model))
     return isinstance(model, FSDPModule) or sends_tokens(model) or not fast
 
 

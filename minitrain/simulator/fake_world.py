@@ -5,7 +5,8 @@ layout, compiler, loop and optimizer. Four things differ:
 
 - the process group is torch's fake one;
 - tensors are fake, and on the CPU;
-- attention is one operator that knows how many pairs of query and key its mask allows;
+- attention is one operator that knows how many pairs of query and key its mask allows, or the parts
+  of models/merged_attention.py, which need no stand-in;
 - the head's gradient is accumulated by its matrix product, as on CUDA.
 
 The compiler does all but write kernels: it cuts each block into a forward and a backward graph, and
@@ -34,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from minitrain.data.datasets import open_dataset
 from minitrain.models.attention import Mask, apply_sinks
 from minitrain.models.fp8 import is_placeholder
+from minitrain.models.merged_attention import MAX_CHANNELS, merged_attention
 from minitrain.parallel import shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
@@ -152,6 +154,10 @@ def fake_attend(
     """Stand in for models/attention.py's `attention`, of the same shapes."""
     # `counting_mask` has put the number of pairs where a mask tensor would be
     mask = mask or Mask(causal=False)
+    # cuDNN's kernels, as `takes_parts` says on a GPU
+    widest = max(q.shape[3], v.shape[3])
+    if mask.chunks and mask.attn_mask is not None and widest <= MAX_CHANNELS:
+        return merged_attention(q, k, v, mask.chunks, sinks)
     out, log_sum = fake_attention(q, k, v, mask.causal, mask.attn_mask)
     return out if sinks is None else apply_sinks(out, log_sum, sinks[:, None])
 
@@ -180,7 +186,9 @@ def counting_mask(
     if window is not None:
         # as flops.py's Work.keys
         pairs -= length * max(seen - window, 0) ** 2 / seen / 2
-    return Mask(causal, pairs if q_positions is None else pairs * len(q_positions) / length)
+    if q_positions is not None:
+        return Mask(causal, pairs * len(q_positions) / length)
+    return Mask(causal, pairs, (0,) if causal and document_ids is None and not window else None)
 
 
 def fake_add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import minitrain.models.fp8
-import minitrain.models.lora  # noqa: F401  these two define operators
+import minitrain.models.lora
+import minitrain.models.merged_attention  # noqa: F401  these three define operators
 from minitrain.errors import InputError
 
 aten = torch.ops.aten
@@ -167,5 +168,9 @@ ATTENTION_WORK: dict[object, Callable] = {
         lambda grad, q, k, v, out, log_sum, dropout=0.0, causal=False, *_: attention_work(
             q, k, v, causal, backward=True
         )
+    ),
+    torch.ops.minitrain.attention_part: attention_work,
+    torch.ops.minitrain.attention_part_backward: (
+        lambda q, k, v, grad, out, log_sum, causal: attention_work(q, k, v, causal, backward=True)
     ),
 }

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from minitrain.models.cpu import add_matmul, matmul
+from minitrain.parallel.collectives import gather_ranks
 
 # the label of a token that is not predicted
 IGNORE = -100
@@ -45,9 +46,7 @@ class VocabShard(NamedTuple):
         """Return the `x` of all shards as [shards, *x.shape]."""
         if self.group is None:
             return x[None]
-        gathered = x.new_empty(self.group.size(), *x.shape)
-        dist.all_gather(list(gathered.unbind()), x, group=self.group)
-        return gathered
+        return gather_ranks(x, self.group)
 
 
 def linear_cross_entropy(

@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from minitrain.errors import InputError
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.parallel import parallelize
 from minitrain.parallel.context import context_parallel, local_tokens, token_indices
 from minitrain.run.config.load import from_dict
-from minitrain.run.launch.start import start
+from minitrain.run.launch.start import meshes_of, start
 from minitrain.settings import GRPO, Diffusion, Parallel
+from minitrain.simulator.fake_world import fake_world
+from minitrain.training.build import lay_out, make_model
 from minitrain.training.flow import FlowMatching
 from minitrain.training.log_probs import linear_log_probs
 from minitrain.training.loop import Trainer, forward_backward
@@ -157,6 +161,25 @@ def look_at_masks(form, size, length):
 def test_allgather_is_balanced(pool):
     pairs = 64 * 65 // 2  # of a causal row
     assert pool.run(4, look_at_masks, "allgather", 4, 64) == [(pairs // 4, (False, True))] * 4
+
+
+def look_at_chunks(form, size):
+    """What the masks of no rule, documents, a window, no causality and sinks say of this rank's chunks."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(num_layers=1))
+    context_parallel(model, init_device_mesh("cpu", (size,)), form)
+    make = partial(model.make_mask, 8, torch.device("cpu"))
+    documents = torch.zeros(1, 8, dtype=torch.long)
+    rules = ({}, {"document_ids": documents}, {"window": 5}, {"causal": False}, {"plain": False})
+    return [make(**rule).chunks for rule in rules]
+
+
+def test_allgather_says_which_chunks_of_a_plain_causal_sequence_a_rank_has(pool):
+    found = pool.run(4, look_at_chunks, "allgather", 4)
+    for own, chunks in zip([(0, 7), (1, 6), (2, 5), (3, 4)], found, strict=True):
+        assert chunks == [own, None, None, None, own]
+    # all tokens of some heads; with sinks the kernels' parts need no mask either
+    assert pool.run(2, look_at_chunks, "ulysses", 2) == [[None, None, None, None, (0,)]] * 2
 
 
 def test_ulysses_keeps_the_plain_kernel(pool):
@@ -304,6 +327,25 @@ def test_collectives_of_mamba(pool, form):
     tree = with_parallel(cp=2, context=form) | {"model": HYBRID | {"layer_pattern": "MM-"}}
     tree |= {"batch": TREE["batch"] | {"micro": 4}}
     assert pool.run(2, count_collectives, tree) == [[2 + 1, 0, 4 + 4]] * 2
+
+
+@pytest.mark.parametrize(
+    "layout, keeps",
+    [
+        ({"dp_shard": 2}, False),
+        ({"cp": 2}, True),
+        ({"tp": 2}, True),
+        ({"dp_shard": 2, "ep": 2}, True),
+    ],
+)
+def test_the_compiler_keeps_the_order_of_collectives_inside_of_blocks(layout, keeps):
+    """Ranks compile graphs of their own; FSDP's collectives are outside."""
+    name = "qwen3-30b-a3b-tiny" if "ep" in layout else "llama3-8b-tiny"
+    tree = with_parallel(**layout) | {"compile": True, "model": {"name": name}}
+    config = from_dict(tree | {"device": "cpu"})
+    with fake_world(2), mock.patch.object(parallelize, "compile_blocks") as compiled:
+        lay_out(partial(make_model, config), config, meshes_of(config, "cpu"))
+    assert compiled.call_args.kwargs == {"keep_order": keeps}
 
 
 # ------------------------------------------------------------------------------------------------------ split, refusals

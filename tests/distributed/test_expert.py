@@ -318,8 +318,8 @@ def test_nothing_waits_with_the_fake_gate():
         assert output.shape == x.grad.shape == (TOKENS, WIDTH)
 
 
-def products_in_flight(run):
-    """For each all-to-all of `run`, in order of their ends: the matrix products between its start and its end."""
+def in_flight(run, operator="aten::mm"):
+    """For each all-to-all of `run`, in order of their ends: calls of an operator between its start and its end."""
     run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
@@ -329,13 +329,16 @@ def products_in_flight(run):
             flying.append(0)
         elif event.name == "_c10d_functional::wait_tensor":
             found.append(flying.pop(0))
-        elif event.name == "aten::mm":
+        elif event.name == operator:
             flying = [count + 1 for count in flying]
     return found
 
 
-def test_the_shared_expert_is_computed_while_rows_are_sent():
-    """Its 3 products, then their 6 gradients; nothing is left to compute while results return, and their gradients."""
+def test_what_needs_no_rows_is_computed_while_they_are_sent():
+    """The shared expert's 3 products, then their 6 gradients; and the rows are sorted by expert, in 2 steps.
+
+    Nothing is left to compute while results return, and their gradients.
+    """
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         moe = MoE(model_config("deepseek-v3-tiny", fake_balanced_gate=True))
@@ -345,14 +348,13 @@ def test_the_shared_expert_is_computed_while_rows_are_sent():
             parameter.data = parameter.data.chunk(2)[0].clone()
         moe.dispatch = partial(dispatch_to_ranks, mesh, make_size_exchange(moe.gate, mesh))
         x = torch.randn(1, 64, 64, requires_grad=True)
-        rows, weights, results = 3, 3, 0
-        assert products_in_flight(lambda: moe(x).sum().backward()) == [
-            rows,
-            weights,
-            results,
-            0,
-            6,
-        ]
+
+        def run():
+            moe(x).sum().backward()
+
+        weights, rows, results = 3, 3, 0
+        assert in_flight(run) == [weights, rows, results, 0, 6]
+        assert in_flight(run, "aten::nonzero_static")[:3] == [0, 2, 0]
 
 
 class Meanwhile(torch.nn.Module):
@@ -375,7 +377,7 @@ def test_the_compiler_leaves_what_is_computed_meanwhile_where_it_is():
         module = Meanwhile(init_device_mesh("cpu", (2,)))
         compile_blocks([module], dynamic=False, keep_order=True)
         x = torch.randn(64, 64, requires_grad=True)
-        _, gradients = products_in_flight(lambda: module(x).sum().backward())
+        _, gradients = in_flight(lambda: module(x).sum().backward())
         assert gradients >= 3
 
 

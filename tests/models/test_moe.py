@@ -16,7 +16,7 @@ from minitrain.models import grouped_mm as grouped
 from minitrain.models import router as routing
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.grouped_mm import grouped_mm
+from minitrain.models.grouped_mm import grouped_mm, has_fast_kernel
 from minitrain.models.limits import DEFAULT_LIMIT
 from minitrain.models.lora import add_adapters
 from minitrain.models.moe import Experts, MoE, dispatch
@@ -103,6 +103,17 @@ def test_dispatch_and_experts_equal_a_loop_over_tokens(mlp, bias, load):
     for mine, oracle in zip(gradients(found, *inputs), gradients(expected, *inputs), strict=True):
         assert oracle.norm() > 0
         assert (mine - oracle).norm() <= 1e-5 * oracle.norm()
+
+
+@pytest.mark.parametrize(
+    "capability, fast",
+    [((8, 9), False), ((9, 0), True), ((10, 3), True), ((11, 0), False), ((12, 0), False)],
+)
+def test_which_gpus_multiply_expert_by_expert_without_the_host(capability, fast):
+    """As torch has it (GroupedBlas.cpp): Hopper and the Blackwell of data centers, in bf16."""
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
+        assert has_fast_kernel(torch.empty(2, 8, 8, dtype=torch.bfloat16)) == fast
+        assert not has_fast_kernel(torch.empty(2, 8, 8))
 
 
 def test_an_expert_without_tokens_has_gradient_zero():

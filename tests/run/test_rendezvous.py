@@ -1,5 +1,6 @@
 """How ranks find each other, and the open files that this needs."""
 
+import os
 import resource
 import socket
 import sys
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from minitrain.errors import InputError
 from minitrain.run.launch import rendezvous
+from minitrain.run.launch.start import let_segments_grow
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="limits are raised on Linux alone"
@@ -68,3 +70,20 @@ def test_as_many_open_files_as_the_system_allows():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_user_has_said_how(monkeypatch, name):
+    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(known, raising=False)
+    if name:
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+    let_segments_grow()
+    found = {key: value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")}
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    expected = (
+        {name: "max_split_size_mb:512"}
+        if name
+        else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    )
+    assert found == expected

@@ -197,14 +197,15 @@ def test_windows_end_where_documents_do(window):
     [
         ({}, "causal", (16, 32), 32),
         ({"causal": False}, "full", (16, 64), 64),
-        ({"plain": False}, "flex", (16, 32), 32),
+        ({"plain": False}, "causal", (16, 32), 32),
+        ({"plain": False, "window": 8}, "flex", (16, 8), 64 * 8 / 64 - 8 * 8 / 2 / 64),
         ({"window": 8}, "flex", (16, 8), 64 * 8 / 64 - 8 * 8 / 2 / 64),
         ({"q_positions": torch.arange(16)}, "flex", (16, 32), 32),
         ({"q_positions": torch.arange(16), "causal": False}, "full", (16, 64), 64),
     ],
 )
 def test_attention_runs_on_the_kernel_that_a_gpu_would_take(given, form, sizes, flops):
-    """Plain causal and full attention on cuDNN's, sinks and other masks on FlexAttention; of two rows, as for each."""
+    """Causal (with sinks too) and full attention on cuDNN's, other masks on FlexAttention; of two rows, as for each."""
     queries = len(given.get("q_positions", range(64)))
     with fake_world(1), FakeTensorMode(), Tracer({}) as tracer:
         q, kv = torch.empty(2, 4, queries, 16), torch.empty(2, 2, 64, 16)

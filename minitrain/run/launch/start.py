@@ -85,6 +85,8 @@ def start(config: Config) -> Meshes:
     if config.deterministic:
         be_deterministic()
     if device.type == "cuda":
+        let_segments_grow()
+        torch.backends.cuda.enable_cudnn_sdp(config.cudnn_attention)
         torch.cuda.set_device(device)
     begins = not dist.is_initialized()
     if begins:
@@ -115,6 +117,16 @@ def join(device: torch.device) -> None:
     check_device_type(store, rank, device.type)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     watch.begin()
+
+
+def let_segments_grow() -> None:
+    """Let CUDA's allocator grow its segments, before it is used, unless the user has set it.
+
+    Else what experts need, more or less in each step, leaves holes that no tensor fits.
+    """
+    # the names of torch 2.9 and later, and of all
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def be_deterministic() -> None:
