@@ -8,6 +8,7 @@ import hashlib
 import math
 import traceback
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -74,11 +75,14 @@ class RolloutWorker:
             first += count
             if len(with_signal) >= count:
                 break
+        sampled = {}
         if rounds > 1:
-            groups = (with_signal + without)[:count]
+            every = with_signal + without
+            sampled = averages(every)
+            groups = every[:count]
         share = len(without) / len(with_signal + without)
         settings = sampling_settings(self.config)
-        of_step = dict(no_signal=share, problems=first, settings=settings)
+        of_step = dict(no_signal=share, problems=first, settings=settings, sampled=sampled)
         return [
             [replace(rollout, group=number, **of_step) for rollout in group]
             for number, group in enumerate(groups)
@@ -218,6 +222,20 @@ def rewards(groups: list[Group]) -> torch.Tensor:
     return torch.tensor(
         [[rollout.reward for rollout in group] for group in groups], dtype=torch.float64
     )
+
+
+def averages(groups: list[Group]) -> dict[str, float]:
+    """Return what can be said of groups of responses, whatever they are for."""
+    values = rewards(groups)
+    responses = list(chain(*groups))
+    lengths = [len(response.response) for response in responses]
+    return {
+        "reward": values.mean().item(),
+        "reward_std": values.std().item(),
+        "length": sum(lengths) / len(lengths),
+        "longest": max(lengths),
+        "truncated": sum(response.truncated for response in responses) / len(responses),
+    }
 
 
 def sampling_settings(config: Config) -> str:

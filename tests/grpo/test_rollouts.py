@@ -533,7 +533,7 @@ def test_rewards_that_raise():
 def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(grpo_task, "start", None)
     with pytest.raises(
-        InputError, match="grpo.reward='exakt' is not exact, math or package.module:function"
+        InputError, match="grpo.reward='exakt' is not exact, math, math_verify or package"
     ):
         GrpoTask(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
 
@@ -548,6 +548,33 @@ def test_groups_without_signal_are_replaced():
     assert {r.no_signal for group in groups for r in group} == {
         4 / 6
     }  # 0, 4, 0, 0 of 0, 4, 2, 0, 3, 0
+
+
+def test_what_is_said_of_a_step_counts_groups_that_were_replaced(tmp_path):
+    """By hand: 0, 4, 2, 0, 3, 0 of 4 are right and as long as their problem, the others cut off after a token."""
+    sampling, problems = worker([0, 4, 2, 0, 3], generations=5)
+    groups = sampling.collect(problems, first=0)
+    size = len(groups[0][0].prompt)
+    right = [1.0] * 9 + [0.0] * 15
+    expected = {
+        "reward": 9 / 24,
+        "reward_std": pytest.approx(stdev(right)),
+        "length": (9 * size + 15) / 24,
+        "longest": size,
+        "truncated": 15 / 24,
+        "no_signal": 4 / 6,
+        "problems": 6,
+        "trained_reward": 5 / 8,
+        "trained_reward_std": pytest.approx(stdev(right[4:12])),
+        "trained_length": (5 * size + 3) / 8,
+        "trained_longest": size,
+        "trained_truncated": 3 / 8,
+    }
+    assert describe_responses(groups) == expected
+    sampling, problems = worker([0, 4, 2, 0, 3])
+    assert not any(
+        name.startswith("trained") for name in describe_responses(sampling.collect(problems, 0))
+    )
 
 
 def test_groups_without_signal_fill_up_after_the_last_round():
@@ -675,13 +702,21 @@ def test_settings_that_decide_which_responses_a_step_has():
         assert digest(setting, value) == digest()
 
 
+def described_groups():
+    """Made-up groups that others were replaced by."""
+    groups = made_up_groups()
+    for response in itertools.chain(*groups):
+        response.sampled = {"reward": 0.1 + 0.2, "longest": 7}
+    return groups
+
+
 def write_together(file):
-    write_rollouts(file, made_up_groups(), dist.group.WORLD)
+    write_rollouts(file, described_groups(), dist.group.WORLD)
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_rollouts_on_disk_are_exact(pool, tmp_path, world):
-    groups = made_up_groups()
+    groups = described_groups()
     pool.run(world, write_together, tmp_path / "some" / "step.jsonl")
     assert read_rollouts(tmp_path / "some" / "step.jsonl") == groups
     with pytest.raises(InputError, match=r"gone\.jsonl"):
