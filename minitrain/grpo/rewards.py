@@ -1,8 +1,10 @@
 r"""Reward functions, and how they compare answers to mathematical questions.
 
-`exact`, `math` and `math_verify` are built in; a config may name any other `Reward` as `package.module:name`. What
-it remembers is its process's own, and in no checkpoint: every rank that rewards has one, and sees
-its own share of the responses.
+`exact`, `math` and `math_verify` are built in; a config may name any other `Reward` as
+`package.module:name`. What it remembers is its process's own: every rank that rewards has one, and
+sees its own share of the responses. It is kept in checkpoints, for each rank, if the reward has
+state_dict() and load_state_dict(state), of what JSON can hold; evaluations leave it as it was. The
+weights of a reward that is a Module are not kept.
 
 `math` writes every number as its exact value, <3/2> for 1\frac{1}{2} or 1.50; then answers are
 equal if their texts are. Its time is bounded: of a long text only the end counts, and a number has
@@ -14,12 +16,16 @@ something beside it makes another of it (CHANGING). Left out: symbolic equality 
 
 import importlib.util
 import inspect
+import json
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 from unicodedata import normalize
+
+from torch.nn import Module
 
 from minitrain.errors import InputError
 
@@ -293,6 +299,44 @@ def tidy(text: str) -> str:
 def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:
     """Return DAPO's penalty: 0 up to longest - buffer tokens, then linear to -penalty."""
     return -penalty * min(max(tokens - longest + buffer, 0) / buffer, 1) if buffer else 0.0
+
+
+def call(name: str, about: str, function: Callable, *arguments: Any) -> Any:
+    """Call what belongs to the reward `name`; whatever it raises becomes one line, an InputError."""
+    try:
+        return function(*arguments)
+    # it is the user's code, which can raise anything
+    except (Exception, SystemExit) as error:
+        # where in that code, and what
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = traceback.format_exception_only(error)[-1].partition("\n")[0]
+        raise InputError(
+            f"grpo.reward={name} raised {what} {about}, at {last.filename}:{last.lineno}"
+        ) from error
+
+
+def keeps_state(reward: Reward) -> bool:
+    """Return whether a reward has a state to keep in checkpoints."""
+    has_both = hasattr(reward, "state_dict") and hasattr(reward, "load_state_dict")
+    return has_both and not isinstance(reward, Module)
+
+
+def reward_state(reward: Reward, name: str) -> Any:
+    """Return a copy of the state of the reward `name`, as a checkpoint gives it back.
+
+    Raises InputError if JSON would not give back what it is.
+    """
+    state = call(name, "in state_dict()", reward.state_dict)
+    try:
+        copy = json.loads(json.dumps(state))
+    except (TypeError, ValueError, RecursionError):
+        copy = None
+    if copy is None or copy != state:
+        raise InputError(
+            f"grpo.reward={name}: state_dict() must return what JSON gives back unchanged, such as "
+            f"lists, numbers and a dict with texts as keys, not {str(state)[:80]}"
+        )
+    return copy
 
 
 BUILT_IN = {"exact": exact, "math": math, "math_verify": math_verify}

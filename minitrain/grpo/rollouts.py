@@ -6,7 +6,6 @@ randomness depends on (seed, number of its problem, number in its group) alone.
 
 import hashlib
 import math
-import traceback
 from dataclasses import replace
 from itertools import chain
 
@@ -16,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem, ProblemSet, Response
-from minitrain.grpo.rewards import Reward, overlong
+from minitrain.grpo.rewards import Reward, call, keeps_state, overlong, reward_state
 from minitrain.parallel.agreement import gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import Completion, SamplingParams
@@ -159,25 +158,18 @@ class RolloutWorker:
 
     def score(self, text: str, problem: Problem) -> float:
         """Return the reward function's value. Raises InputError if it fails or is not finite."""
-        called = f"grpo.reward={self.config.grpo.reward}"
+        name = self.config.grpo.reward
         response = f"for the response {text[:80]!r}"
-        try:
-            given = self.reward(text, problem.answer, problem.row)
-        # it is the user's code, which can raise anything
-        except (Exception, SystemExit) as error:
-            # where in that code, and what
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            what = traceback.format_exception_only(error)[-1].partition("\n")[0]
-            raise InputError(
-                f"{called} raised {what} {response}, at {last.filename}:{last.lineno}"
-            ) from error
+        given = call(name, response, self.reward, text, problem.answer, problem.row)
         try:
             score = float(given)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             # RuntimeError: a tensor with several elements
             score = math.nan
         if not math.isfinite(score):
-            raise InputError(f"{called} returned {given!r} {response}, and not a finite number")
+            raise InputError(
+                f"grpo.reward={name} returned {given!r} {response}, and not a finite number"
+            )
         return score
 
     def evaluate(self, problems: ProblemSet, count: int) -> dict[str, float]:
@@ -186,10 +178,13 @@ class RolloutWorker:
         A response passes if its score, without the penalty for length, is at least 1. pass@k is the
         share of problems where one of k responses passes, see `pass_at`; k = 1, 2, 4, ...
         """
+        kept = keeps_state(self.reward) and reward_state(self.reward, self.config.grpo.reward)
         chosen = problems.problems[:count]
         n = self.config.grpo.eval_samples
         greedy = self.sample(chosen, 0, n=1, greedy=True)
         sampled = self.sample(chosen, 0, n)
+        if keeps_state(self.reward):
+            self.reward.load_state_dict(kept)
         # of each problem's n responses, how many pass
         right = [sum(rollout.score >= 1 for rollout in group) for group in sampled]
         numbers = {"greedy": sum(group[0].score >= 1 for group in greedy) / len(greedy)}

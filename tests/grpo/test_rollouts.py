@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import pickle
 import sys
 from decimal import Decimal
@@ -21,7 +22,7 @@ from minitrain.errors import InputError
 from minitrain.examples.reversal import reversals
 from minitrain.grpo import rollouts
 from minitrain.grpo.policy_loop import describe_responses
-from minitrain.grpo.rewards import exact
+from minitrain.grpo.rewards import exact, keeps_state, reward_state
 from minitrain.grpo.rollouts import (
     RolloutWorker,
     most_samples,
@@ -755,6 +756,86 @@ def test_it_learns(tmp_path):
         numbers[-1]["step_tokens"] == 64 * (5 + 4)
         and numbers[-1]["step_time_s"] >= numbers[-1]["generation_s"] > 0
     )
+
+
+class Novelty:
+    """A reward that falls with the number of responses before: it remembers them."""
+
+    def __init__(self):
+        self.seen = {"all": [0]}
+
+    def __call__(self, response, answer, row):
+        self.seen["all"][0] += 1
+        return (len(response) + 7 * self.seen["all"][0]) % 5
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state):
+        self.seen = state
+
+
+novelty = Novelty()
+
+
+def run_novelty(folder, lag, stop):
+    """Run until step `stop` of four, as a process of its own does; return each step's figures."""
+    tree = TREE | {
+        "steps": 4,
+        "grpo": {"prompts": 2, "group": 4, "reward": f"{__name__}:novelty", "lag": lag},
+        "validation": {"every": 1, "batches": 1},
+        "optim": {"lr": 1e-3},
+    }
+    novelty.seen = {"all": [0]}
+    task = GrpoTask(configs.from_dict(tree), folder)
+    found = []
+    for numbers in task.steps(task.begin()):
+        task.save(numbers)
+        task.finish(numbers, lambda: "")
+        found.append((numbers["step"], numbers["reward"], numbers["loss"]))
+        if numbers["step"] == stop:
+            break
+    task.wait()
+    return found
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_a_reward_remembers_is_kept_in_checkpoints(tmp_path, lag):
+    """A run that stops and goes on is one that does not, and evaluations leave no trace."""
+    parts = run_novelty(tmp_path / "parts", lag, 2) + run_novelty(tmp_path / "parts", lag, 4)
+    assert novelty.seen == {"all": [4 * 8]}
+    assert parts == run_novelty(tmp_path / "whole", lag, 4) and len(parts) == 4
+
+
+def test_states_of_rewards_that_cannot_be_kept_are_one_line(monkeypatch):
+    def raises(*_):
+        raise KeyError("gone")
+
+    for state in ({1: 2}, (1, 2), {"a": {3}}, None, {"a": math.nan}):
+        monkeypatch.setattr(novelty, "seen", state)
+        with pytest.raises(
+            InputError, match="^grpo.reward=x:y: state_dict.. must return what JSON"
+        ):
+            reward_state(novelty, "x:y")
+    monkeypatch.setattr(novelty, "state_dict", raises, raising=False)
+    with pytest.raises(
+        InputError, match="^grpo.reward=x:y raised KeyError: 'gone' in state_dict"
+    ):
+        reward_state(novelty, "x:y")
+    assert not keeps_state(exact) and not keeps_state(torch.nn.Linear(2, 1))
+
+
+def test_states_of_other_ranks_or_rewards(monkeypatch):
+    task = SimpleNamespace(reward=novelty, config=configs.from_dict(TREE))
+    monkeypatch.setattr(novelty, "seen", {"all": [3]})
+    start(task.config)
+    for other in (None, {"reward": "another", "states": [{"all": [8]}]}):
+        GrpoTask.load_reward(task, other)
+        assert novelty.seen == {"all": [3]}
+    GrpoTask.load_reward(task, {"reward": "exact", "states": [{"all": [8]}]})
+    assert novelty.seen == {"all": [8]}
+    with pytest.raises(InputError, match="kept the states of 2 processes, and these are 1"):
+        GrpoTask.load_reward(task, {"reward": "exact", "states": [{"all": [8]}] * 2})
 
 
 @pytest.mark.parametrize(

@@ -229,28 +229,36 @@ class Checkpointer:
         return self.folder / f"step-{step:08d}"
 
 
-def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tuple[int, dict]:
-    """Load the newest checkpoint, if there is one; return what `resume_point` finds in it.
+def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tuple[int, dict, Any]:
+    """Load the newest checkpoint, if there is one; return what `resume_point` finds, and its `more`.
 
     Raises InputError if there is one and the config forbids to resume.
     """
     folder = checkpointer.folder
     if lead(checkpointer.group, checkpointer.latest) is None:
-        return 0, {}
+        return 0, {}, None
     if not config.checkpoint.resume:
         raise InputError(
             f"checkpoint.resume=false, but {folder} holds checkpoints (use another out_dir)"
         )
     extra = checkpointer.load(trainer.model, trainer.optimizer)
     counted = "reward" if config.task == "grpo" else "tokens"
-    return resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
+    point = resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
+    return *point, (extra or {}).get("more")
 
 
-def save_step(checkpointer: Checkpointer, numbers: dict[str, Any], trainer: Trainer) -> None:
-    """Write the checkpoint from which `resume` goes on after a step with these numbers."""
+def save_step(
+    checkpointer: Checkpointer, numbers: dict[str, Any], trainer: Trainer, more: Any = None
+) -> None:
+    """Write the checkpoint from which `resume` goes on after a step with these numbers.
+
+    more: what else the task goes on with, anything that JSON can hold.
+    """
     step = numbers["step"]
     # a copy, as validation adds to them
     extra = {"step": step, "numbers": dict(numbers)}
+    if more is not None:
+        extra["more"] = more
     checkpointer.save(step, trainer.model, trainer.optimizer, extra)
 
 
