@@ -184,9 +184,10 @@ def math(response: str, answer: str, row: dict) -> float:
 
 
 def math_verify(response: str, answer: str, row: dict) -> float:
-    """Return 1 if Hugging Face's math-verify finds the answers equal, symbolically with sympy.
+    r"""Return 1 if Hugging Face's math-verify finds the answers equal, symbolically with sympy.
 
-    It waits up to 5 s for each of three parts (Kydlicek 2025, github.com/huggingface/Math-Verify).
+    It drops \text{...} behind a number, whatever it says: 5\text{ million} is 5 to it. It waits up
+    to 5 s for each of three parts (Kydlicek 2025, github.com/huggingface/Math-Verify).
     """
     from math_verify import parse, verify
 
