@@ -235,7 +235,8 @@ class GRPO:
 
     prompts: int = number(16, 1, 1 << 24)  # problems per step
     group: int = number(8, 1, 1 << 24)  # responses to each of them
-    # exact, math, or a function of one's own as package.module:name (see grpo/rewards.py)
+    # exact, math, math_verify (symbolic, slower; pip install 'minitrain[math]'), or a function of
+    # one's own as package.module:name (see grpo/rewards.py)
     reward: str = "exact"
     # of the lines of data.path; default: the first usual name in a line (data/chat/problems.py)
     prompt_key: str = ""

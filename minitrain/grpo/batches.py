@@ -4,7 +4,7 @@ Every rank has all responses of a step, packs them into the same rows, and takes
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ class Response:
     no_signal: share of the groups sampled for its step, replaced ones included, whose scores are
     all equal.
     problems: number sampled by all steps up to the end of its step.
+    sampled: `averages` of all that was sampled for its step, if some of it was replaced.
     settings: digest of the settings it was sampled and rewarded with.
     """
 
@@ -44,6 +45,7 @@ class Response:
     no_signal: float = 0.0
     problems: int = 0
     settings: str = ""
+    sampled: dict[str, float] = field(default_factory=dict)
 
 
 def pack_micro_batches(

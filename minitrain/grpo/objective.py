@@ -79,8 +79,12 @@ def k3(gap: Tensor) -> Tensor:
     return gap.expm1() - gap
 
 
-def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Return the surrogate loss of each token. All tensors are [rows, seq]; log_ratio is log r.
+def surrogate(
+    settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return each token's surrogate loss, and where a limit changes it, bool; all [rows, seq].
+
+    log_ratio: log r.
 
     clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), PPO's pessimistic bound (Schulman et
         al. 2017): moving beyond the limits gains nothing. With dual_clip=c it is at most -c A where
@@ -90,31 +94,18 @@ def surrogate(settings: GRPO, log_probs: Tensor, log_ratio: Tensor, advantages: 
     reinforce: -A log_probs, the policy gradient itself, right for samples of the current policy.
     """
     if settings.surrogate == "reinforce":
-        return -advantages * log_probs
+        return -advantages * log_probs, torch.zeros_like(advantages, dtype=torch.bool)
     ratio = bounded(log_ratio).exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     # where nothing is clipped, both have the gradient -r A of log_probs
     if settings.surrogate == "cispo":
-        return -clipped.detach() * advantages * log_probs
+        loss = -clipped.detach() * advantages * log_probs
+        return loss, (clipped != ratio) & (advantages != 0)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
-    if settings.dual_clip is None:
-        return loss
-    return torch.where(
-        advantages < 0, torch.minimum(loss, -settings.dual_clip * advantages), loss
-    )
-
-
-def is_clipped(settings: GRPO, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Return where clipping makes the gradient 0, bool [rows, seq].
-
-    A positive advantage pushes r up, a negative one down: r is beyond the limit on that side.
-    """
-    ratio = log_ratio.exp()
-    return torch.where(
-        advantages < 0,
-        ratio < 1 - settings.clip_low,
-        (ratio > 1 + settings.clip_high) & (advantages > 0),
-    )
+    if settings.dual_clip is not None:
+        most = -settings.dual_clip * advantages
+        loss = torch.where(advantages < 0, torch.minimum(loss, most), loss)
+    return loss, loss != -ratio * advantages
 
 
 def kl_estimate(kind: str, log_probs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
@@ -264,7 +255,7 @@ def token_losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each token's loss, 0 without a label, and terms to log; all [rows, seq].
 
-    clip_fraction: 1 where a token is clipped.
+    clip_fraction: 1 where a limit of the surrogate changes a token's loss or its weight.
     kl: k3 to the reference, or without one to the weights that the step began with.
     importance: w. masked: 1 where w is 0.
     Two terms show how far sampler and trainer differ; they are 1 and 0 if they agree:
@@ -280,7 +271,7 @@ def token_losses(
     log_ratio = log_probs - old
     if settings.ratio == "sequence":
         log_ratio = mean(log_ratio)
-    losses = surrogate(settings, log_probs, log_ratio, advantages)
+    losses, clipped = surrogate(settings, log_probs, log_ratio, advantages)
     reference = batch.get("reference", old)
     if settings.kl:
         losses = losses + settings.kl * kl_estimate(
@@ -290,7 +281,6 @@ def token_losses(
     # numbers for the log
     with torch.no_grad():
         gap = bounded(old - sampled)
-        clipped = is_clipped(settings, log_ratio, advantages)
         kl = k3(bounded(reference - log_probs))
         terms = clipped, kl, weight, weight == 0, gap.abs().exp(), k3(gap)
     return losses * weight * valid, dict(zip(TERMS, terms, strict=True))

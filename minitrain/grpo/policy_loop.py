@@ -33,7 +33,7 @@ from minitrain.grpo.batches import ProblemSet
 from minitrain.grpo.offload import Memory
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rewards import Reward
-from minitrain.grpo.rollouts import Group, RolloutWorker, most_samples, rewards
+from minitrain.grpo.rollouts import Group, RolloutWorker, averages, most_samples
 from minitrain.grpo.weight_sync import WeightSync, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
@@ -233,19 +233,18 @@ class PolicyLoop:
 
 
 def describe_responses(groups: list[Group]) -> dict[str, float]:
-    """Return what can be said of a step's responses without a model."""
-    values = rewards(groups)
-    rollouts = list(chain(*groups))
-    lengths = [len(rollout.response) for rollout in rollouts]
-    return {
-        "reward": values.mean().item(),
-        "reward_std": values.std().item(),
-        "no_signal": groups[0][0].no_signal,
-        "problems": groups[0][0].problems,
-        "length": sum(lengths) / len(lengths),
-        "longest": max(lengths),
-        "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
-    }
+    """Return what can be said of a step's responses without a model.
+
+    Where groups were replaced (grpo.generations), the averages are over all that was sampled, and
+    those of the groups that are trained on, of which none is all right or all wrong, stand beside
+    them as trained_*.
+    """
+    first = groups[0][0]
+    numbers = {"no_signal": first.no_signal, "problems": first.problems}
+    trained = averages(groups)
+    if not first.sampled:
+        return numbers | trained
+    return numbers | first.sampled | {f"trained_{name}": x for name, x in trained.items()}
 
 
 def is_whole(model: Decoder | Pipeline) -> bool:

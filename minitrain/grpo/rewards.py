@@ -1,22 +1,31 @@
 r"""Reward functions, and how they compare answers to mathematical questions.
 
-`exact` and `math` are built in; a config may name any other `Reward` as `package.module:name`. What
-it remembers is its process's own, and in no checkpoint: every rank that rewards has one, and sees
-its own share of the responses.
+`exact`, `math` and `math_verify` are built in; a config may name any other `Reward` as
+`package.module:name`. What it remembers is its process's own: every rank that rewards has one, and
+sees its own share of the responses. It is kept in checkpoints, for each rank, if the reward has
+state_dict() and load_state_dict(state), of what JSON can hold; evaluations leave it as it was. The
+weights of a reward that is a Module are not kept.
 
 `math` writes every number as its exact value, <3/2> for 1\frac{1}{2} or 1.50; then answers are
-equal if their texts are. Its time is bounded: of a long text only the end counts. Left out:
-symbolic equality (sqrt(8) is not 2 sqrt(2), 3 * 4 is not yet 12) and units.
+equal if their texts are. Its time is bounded: of a long text only the end counts, and a number has
+at most 1,000 digits. It does not guess: units that it knows (MEASURE) do not count, any other word
+behind a number does, and 5 dozen is not 5. In a text without a mark the last number counts, unless
+something beside it makes another of it (CHANGING). Left out: symbolic equality (sqrt(8) is not
+2 sqrt(2), 3 * 4 is not yet 12), for which there is `math_verify`, and what units are of.
 """
 
-import importlib
+import importlib.util
 import inspect
+import json
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 from unicodedata import normalize
+
+from torch.nn import Module
 
 from minitrain.errors import InputError
 
@@ -33,8 +42,15 @@ TAIL = 20_000
 # $3^\circ$ **5** \left( -> 3 5 (
 MARKUP = (
     r"\\(?:left|right|displaystyle|bf)(?![a-z])|\\(?:text)?color\{[a-z]+\}|\\[()]"
-    r"|\\{0,2}[$%]|[\u00b0\u20ac\u00a3\u00a5\u20b9`]|\*\*|__|\^\s*\{?\s*\\circ\s*\}?"
+    r"|\\{0,2}[$%]|[\u20ac\u00a3\u00a5\u20b9`]|\*\*|__"
+    # a brace behind \circ that none before it opens belongs to something else: \boxed{45^\circ}
+    r"|(?:\u00b0|\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z])))(?:\s*[cf](?![\w(]))?"
 )
+# \text or \mathrm, before its brace
+TEXT = r"\\(?:text|math|mbox|operatorname|bold|rm)[a-z]* ?"
+FRACTION = r"\\[a-z]*frac\s*(?:\{\s*(-?)([\d.,]+)\s*\}|(\d))\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
+# words that multiply the number before them, by which power of ten
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 # Ways to write the same thing, and the one that is read. An example stands above each.
 SPELLINGS = {
     # \u22123 -> -3
@@ -57,8 +73,12 @@ SPELLINGS = {
     MARKUP: "",
     # 1\frac{1}{2} -> 1 \frac{1}{2}
     r"(?<=\d)(?=\\[a-z]*frac)": " ",
+    # \frac{1}{2}\frac{3}{4} -> \frac{1}{2}*\frac{3}{4}
+    r"(?<=\})\s*(?=\\[a-z]*frac)": "*",
+    # \frac{1}{2}345 -> 1/2*345
+    rf"{FRACTION}(?=\s*\.?\d)": r"\2\3/\1\4\5*",
     # \frac{1}{2} -> 1/2, \frac12 too
-    r"\\[a-z]*frac\s*(?:\{\s*(-?)([\d.,]+)\s*\}|(\d))\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))": r"\2\3/\1\4\5 ",
+    FRACTION: r"\2\3/\1\4\5 ",
     # 3\,000 -> 3 000
     r"(?:(?<!\\)\\[,;: ]|~|[^\S\n])+": " ",
     # x^2 -> x^{2}
@@ -71,6 +91,11 @@ SPELLINGS = {
     r"(?<=[-+=({])\{((?:[^{}]|\{[^{}]*\})*)\}": r"\1",
     # (1)/(2) -> 1/2
     r"(?<![\w)}\]])\((\d+)\)/\((\d+)\)": r"\1/\2",
+    # 3 million -> 3e*6, which multiplies a fraction before it, too
+    **{
+        rf"(?<=\d) ?(?:({TEXT}\{{) ?)?{word}s?(?![a-z])": rf"e*{exponent}\1"
+        for word, exponent in SCALES.items()
+    },
     # -(3/4) -> -3/4
     r"(?<=-)\(((?:\d|[./ *^}]|,(?=\d{3})|[e{][-+]?)+?) ?\)(?![\w(^])": r"\1",
 }
@@ -80,26 +105,64 @@ DIGITS = r"(?:\d{1,3}(?:[, ]\d{3}){1,15}|\d{1,50})(?!\d)(?:\.\d{1,50}(?!\d))?|\.
 POWER = rf"(?:{DIGITS})(?:e[+-]?\d{{1,3}}(?!\d))?(?:\^\{{[+-]?\d{{1,3}}\}})?"
 # a minus, but not that of 3-4, nor the dash after a word or before an item of a list
 SIGN = r"(?<![\w)}\]])-|(?<![\w)}\]\n] )(?<![\w)}\]\n])- |(?<=\bis )- "
-# -1 1/2 is (-, 1, 1, 2), and 3/4 is (, , 3, 4): sign, whole, above, below
+# -1 1/2 is (-, 1, 1, 2, ), and 3/4 million is (, , 3, 4, 6): sign, whole, above, below, scale
 NUMBER = re.compile(
     rf"(?=[-\d.])({SIGN})?(?<![\d.])(?:(\d+) (?=\d+ ?/))?({POWER})(?: ?/ ?(-?{POWER}))?"
+    r"(?:e\*(\d\d?))?"
 )
+# digits of a number, at most
+DIGITS_LIMIT = 1_000
 BRACES = r"[^{}]*+"
 # inside each other
 for _ in range(8):
     BRACES = rf"(?:[^{{}}]++|\{{{BRACES}\}})*+"
 # \boxed{\frac{1}{2}} -> \frac{1}{2}
 BOXED = re.compile(rf"\\f?box(?:ed)?\s*\{{({BRACES})\}}")
+FUNCTION = r"\\?(?:arc)?(?:sin|cos|tan|cot|csc|log|ln|exp|sqrt|gcd|lcm)(?:_\S)?"
+# x in 5 + x, but no word
+LETTER = r"[b-hj-z](?![a-z])"
+# words that make another value of the number before them; others may follow it in a sentence
+CHANGING = (
+    r"(?:factorial|squared|cubed|dozen|half|halves|thirds|fourths|quarters|(?:ten|hundred)ths"
+    rf"|(?:to|raised to) the|or (?:more|less|fewer)|(?:plus|minus|times|over|mod|modulo|choose"
+    rf"|divided by|multiplied by) (?:{LETTER}|[\d<]))(?![a-z])|{FUNCTION}(?: ?\(| {LETTER})"
+)
 # #### answer: 18 dollars -> 18
-MARKED = r"^.*####\s*(?:[a-z ]*answer[a-z ]*:? ?)?(.*?)(?:(?<=[\d.}])[ ,]* [a-z(].*)?$"
+MARKED = (
+    r"^.*####\s*(?:[a-z ]*answer[a-z ]*:? ?)?"
+    rf"(.*?)(?:(?<=[\d.}}])[ ,]* (?!{CHANGING})[a-z(].*)?$"
+)
 # <3/2>, as `with_values` writes it
 VALUE = r"<-?\d+(?:/\d+)?>"
-# it is <2>\sqrt<3> cm -> <2>\sqrt<3>
-IN_TEXT = re.compile(rf"(?:{VALUE}|\\(?:sqrt|pi)|[*/^_])+")
+# it is <2>\sqrt<3> cm -> <2>\sqrt<3>; with what makes another value of it: 5 + x, sin 30, 12 squared
+IN_TEXT = re.compile(
+    rf"(?:(?:{FUNCTION}|(?<![a-z]){LETTER} ?[-+*/]|(?<![a-z]){LETTER}\(|\}}\{{) ?\(? ?)?"
+    rf"(?:{VALUE}|\\(?:sqrt|pi)|[*/^_])+"
+    rf"(?: ?\\(?:sqrt|pi|theta|[a-z]*frac|binom|[pb]?mod)(?![a-z])| ?{FUNCTION} ?[(\\<]"
+    rf"| ?{TEXT}\{{[^{{}}]*\}}(?:\^<\d>)?| ?[-+*/] ?{LETTER}|\}}\{{| ?(?:{CHANGING})"
+    rf"|(?!(?:st|nd|rd|th)(?![a-z]))[a-z]+(?: ?[-+*/] ?{VALUE})?)?"
+)
 # \text{even} -> even
-LATEX_TEXT = r"\\(?:text|math|mbox|operatorname|bold|rm)[a-z]* ?\{([^{}]*)\}"
+LATEX_TEXT = rf"{TEXT}\{{([^{{}}]*)\}}"
+# what may be left out behind a number; a word that is not here could be anything: 9 half, 8 choose k
+MEASURE = (
+    r"(?:(?:square|cubic|sq\.?|cu\.?) )?(?:[cdkmn]m|ft|feet|foot|in|inch(?:es)?|yds?|mi|mph|kmph|kph"
+    r"|[km]g|lbs?|oz|tons?|tonnes?|m[ls]|hrs?|mins?|secs?|yrs?|centur(?:y|ies)|deg|rad|rs|usd|eur"
+    r"|k?wh?|[km]?hz|percent|celsius|fahrenheit|people|men|women|children|boxes"
+    r"|(?:(?:centi|deci|kilo|milli|nano)?(?:meter|metre|gram|liter|litre|watt|joule|second)|yard"
+    r"|mile|pound|ounce|gallon|quart|pint|cup|teaspoon|tablespoon|acre|hectare|minute|hour|day"
+    r"|week|month|year|decade|degree|radian|dollar|cent|euro|rupee|peso|franc|volt|amp|ohm|newton"
+    r"|unit|point|person|student|boy|girl|friend|way|item|piece|apple|orange|egg|book|page|ticket"
+    r"|marble|coin|ball|card|car|dog|cat|toy|tree|flower|cookie)s?)(?![a-z])"
+)
+# m/s, and single letters, which are variables outside of \text
+SHORT = rf"(?:{MEASURE}|[acfghjklmnsvw](?![a-z]))"
 # <5> cm^<2> -> <5>, <12> apples -> <12>
-UNIT = rf"(?:(?<=\S) ?{LATEX_TEXT}|(?<=>) ?(?:[a-z]{{3,}}|[ckm]m|kg|ft)[^<=]*)(?:\^<\d>)?$"
+UNIT = (
+    rf"(?:(?<=\S) ?{TEXT}\{{ *(?:{SHORT}(?: per |/| ?)?){{0,6}} *\.?\}}"
+    rf"|(?:(?<=>) ?|(?<=\S) )(?:per )?{MEASURE}(?:(?: per | a | ){MEASURE}|/{SHORT}){{0,4}})"
+    r"(?:\^<\d>)?$"
+)
 
 
 def exact(response: str, answer: str, row: dict) -> float:
@@ -118,6 +181,21 @@ def math(response: str, answer: str, row: dict) -> float:
     right = marked_answer(answer)
     given = last_number(response) if marked is None else plain(marked)
     return float(given == plain(answer if right is None else right))
+
+
+def math_verify(response: str, answer: str, row: dict) -> float:
+    r"""Return 1 if Hugging Face's math-verify finds the answers equal, symbolically with sympy.
+
+    It drops \text{...} behind a number, whatever it says: 5\text{ million} is 5 to it. It waits up
+    to 5 s for each of three parts (Kydlicek 2025, github.com/huggingface/Math-Verify).
+    """
+    from math_verify import parse, verify
+
+    # the answer as GSM8K marks it, or as it stands
+    right = (
+        answer if "\\boxed" in answer else rf"\boxed{{{answer.rpartition('####')[2].strip()}}}"
+    )
+    return float(verify(parse(right), parse(response)))
 
 
 def spell(text: str) -> str:
@@ -172,9 +250,10 @@ def with_values(text: str) -> str:
     """Write every number in a text as its exact value, without braces around one."""
 
     def value(match: re.Match) -> str:
-        sign, whole, above, below = match.groups()
+        sign, whole, above, below, scale = match.groups()
         try:
             number = int(whole or 0) + power(above) / power(below or "1")
+            number *= 10 ** int(scale or 0)
             return f"<{-number if sign else number}>"
         except (ArithmeticError, ValueError):
             # 1/0, or too large to be written
@@ -185,9 +264,18 @@ def with_values(text: str) -> str:
 
 
 def power(text: str) -> Fraction:
-    """Return the value of a number of NUMBER, such as 1,000^{2}."""
+    """Return the value of a number of NUMBER, such as 1,000^{2}.
+
+    Raises OverflowError if it would have more than DIGITS_LIMIT digits.
+    """
     base, _, exponent = re.sub(r"[, {}]", "", text).partition("^")
-    return Fraction(base) ** int(exponent or 1)
+    value = Fraction(base)
+    times = int(exponent or 1)
+    # 10 has more than 3 bits
+    bits = max(abs(value.numerator), value.denominator).bit_length()
+    if (bits - 1) * abs(times) > 3.33 * DIGITS_LIMIT:
+        raise OverflowError(f"{text} has more than {DIGITS_LIMIT} digits")
+    return value**times
 
 
 def tidy(text: str) -> str:
@@ -214,15 +302,55 @@ def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:
     return -penalty * min(max(tokens - longest + buffer, 0) / buffer, 1) if buffer else 0.0
 
 
-BUILT_IN = {"exact": exact, "math": math}
+def call(name: str, about: str, function: Callable, *arguments: Any) -> Any:
+    """Call what belongs to the reward `name`; whatever it raises becomes one line, an InputError."""
+    try:
+        return function(*arguments)
+    # it is the user's code, which can raise anything
+    except (Exception, SystemExit) as error:
+        # where in that code, and what
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = traceback.format_exception_only(error)[-1].partition("\n")[0]
+        raise InputError(
+            f"grpo.reward={name} raised {what} {about}, at {last.filename}:{last.lineno}"
+        ) from error
+
+
+def keeps_state(reward: Reward) -> bool:
+    """Return whether a reward has a state to keep in checkpoints."""
+    has_both = hasattr(reward, "state_dict") and hasattr(reward, "load_state_dict")
+    return has_both and not isinstance(reward, Module)
+
+
+def reward_state(reward: Reward, name: str) -> Any:
+    """Return a copy of the state of the reward `name`, as a checkpoint gives it back.
+
+    Raises InputError if JSON would not give back what it is.
+    """
+    state = call(name, "in state_dict()", reward.state_dict)
+    try:
+        copy = json.loads(json.dumps(state))
+    except (TypeError, ValueError, RecursionError):
+        copy = None
+    if copy is None or copy != state:
+        raise InputError(
+            f"grpo.reward={name}: state_dict() must return what JSON gives back unchanged, such as "
+            f"lists, numbers and a dict with texts as keys, not {str(state)[:80]}"
+        )
+    return copy
+
+
+BUILT_IN = {"exact": exact, "math": math, "math_verify": math_verify}
 
 
 def load_reward(name: str) -> Reward:
-    """Return `exact`, `math`, or the function at `package.module:name`, else raise InputError."""
+    """Return the one BUILT_IN, or the function at `package.module:name`, else raise InputError."""
+    if name == "math_verify" and importlib.util.find_spec(name) is None:
+        raise InputError("grpo.reward=math_verify needs a package: pip install 'minitrain[math]'")
     if name in BUILT_IN:
         return BUILT_IN[name]
     example = {"response": "response", "answer": "answer", "row": {}}
-    return load_function(f"grpo.reward={name!r}", name, example, "exact, math or ")
+    return load_function(f"grpo.reward={name!r}", name, example, f"{', '.join(BUILT_IN)} or ")
 
 
 def load_function(setting: str, name: str, example: dict, others: str = "") -> Callable:

@@ -6,8 +6,8 @@ randomness depends on (seed, number of its problem, number in its group) alone.
 
 import hashlib
 import math
-import traceback
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem, ProblemSet, Response
-from minitrain.grpo.rewards import Reward, overlong
+from minitrain.grpo.rewards import Reward, call, keeps_state, overlong, reward_state
 from minitrain.parallel.agreement import gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import Completion, SamplingParams
@@ -74,11 +74,14 @@ class RolloutWorker:
             first += count
             if len(with_signal) >= count:
                 break
+        sampled = {}
         if rounds > 1:
-            groups = (with_signal + without)[:count]
+            every = with_signal + without
+            sampled = averages(every)
+            groups = every[:count]
         share = len(without) / len(with_signal + without)
         settings = sampling_settings(self.config)
-        of_step = dict(no_signal=share, problems=first, settings=settings)
+        of_step = dict(no_signal=share, problems=first, settings=settings, sampled=sampled)
         return [
             [replace(rollout, group=number, **of_step) for rollout in group]
             for number, group in enumerate(groups)
@@ -155,25 +158,18 @@ class RolloutWorker:
 
     def score(self, text: str, problem: Problem) -> float:
         """Return the reward function's value. Raises InputError if it fails or is not finite."""
-        called = f"grpo.reward={self.config.grpo.reward}"
+        name = self.config.grpo.reward
         response = f"for the response {text[:80]!r}"
-        try:
-            given = self.reward(text, problem.answer, problem.row)
-        # it is the user's code, which can raise anything
-        except (Exception, SystemExit) as error:
-            # where in that code, and what
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            what = traceback.format_exception_only(error)[-1].partition("\n")[0]
-            raise InputError(
-                f"{called} raised {what} {response}, at {last.filename}:{last.lineno}"
-            ) from error
+        given = call(name, response, self.reward, text, problem.answer, problem.row)
         try:
             score = float(given)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             # RuntimeError: a tensor with several elements
             score = math.nan
         if not math.isfinite(score):
-            raise InputError(f"{called} returned {given!r} {response}, and not a finite number")
+            raise InputError(
+                f"grpo.reward={name} returned {given!r} {response}, and not a finite number"
+            )
         return score
 
     def evaluate(self, problems: ProblemSet, count: int) -> dict[str, float]:
@@ -182,10 +178,13 @@ class RolloutWorker:
         A response passes if its score, without the penalty for length, is at least 1. pass@k is the
         share of problems where one of k responses passes, see `pass_at`; k = 1, 2, 4, ...
         """
+        kept = keeps_state(self.reward) and reward_state(self.reward, self.config.grpo.reward)
         chosen = problems.problems[:count]
         n = self.config.grpo.eval_samples
         greedy = self.sample(chosen, 0, n=1, greedy=True)
         sampled = self.sample(chosen, 0, n)
+        if keeps_state(self.reward):
+            self.reward.load_state_dict(kept)
         # of each problem's n responses, how many pass
         right = [sum(rollout.score >= 1 for rollout in group) for group in sampled]
         numbers = {"greedy": sum(group[0].score >= 1 for group in greedy) / len(greedy)}
@@ -218,6 +217,20 @@ def rewards(groups: list[Group]) -> torch.Tensor:
     return torch.tensor(
         [[rollout.reward for rollout in group] for group in groups], dtype=torch.float64
     )
+
+
+def averages(groups: list[Group]) -> dict[str, float]:
+    """Return what can be said of groups of responses, whatever they are for."""
+    values = rewards(groups)
+    responses = list(chain(*groups))
+    lengths = [len(response.response) for response in responses]
+    return {
+        "reward": values.mean().item(),
+        "reward_std": values.std().item(),
+        "length": sum(lengths) / len(lengths),
+        "longest": max(lengths),
+        "truncated": sum(response.truncated for response in responses) / len(responses),
+    }
 
 
 def sampling_settings(config: Config) -> str:

@@ -1,11 +1,13 @@
-"""The math reward against three oracles: exact fractions over generated pairs of values and forms, and the graders of
-GSM8K (Cobbe et al. 2021) and MATH (Hendrycks et al. 2021), written here as their papers' code has them."""
+"""The math reward against four oracles: exact fractions over generated pairs of values and forms, sympy, and the
+graders of GSM8K (Cobbe et al. 2021) and MATH (Hendrycks et al. 2021), written here as their papers' code has them."""
 
 import random
 import re
 from fractions import Fraction
 
 import pytest
+import sympy
+from sympy.core.function import AppliedUndef
 
 from minitrain.grpo.rewards import load_reward
 
@@ -366,3 +368,98 @@ def test_agrees_with_the_grader_of_gsm8k():
         assert math(f"5 + 6.\n#### {response}", answer, {}) == gsm8k(
             f"#### {response}", answer
         ), (response, answer)
+
+
+# ----------------------------------------------------------------------------- words, functions, degrees and products
+
+# what a word behind a number n makes of it; `or more` is no value, but a thing of its own
+WORDS = {
+    "hundred": lambda n: n * 100,
+    "thousand": lambda n: n * 1000,
+    "million": lambda n: n * 10**6,
+    "billion": lambda n: n * 10**9,
+    "trillion": lambda n: n * 10**12,
+    "dozen": lambda n: n * 12,
+    "squared": lambda n: n**2,
+    "cubed": lambda n: n**3,
+    "factorial": sympy.factorial,
+    "half": lambda n: n / 2,
+    "thirds": lambda n: n / 3,
+    "hundredths": lambda n: n / 100,
+    "plus x": lambda n: n + X,
+    "minus y": lambda n: n - Y,
+    "times x": lambda n: n * X,
+    "over k": lambda n: n / K,
+    "choose k": lambda n: sympy.binomial(n, K),
+    "choose 2": lambda n: sympy.binomial(n, 2),
+    "mod 7": lambda n: n % 7,
+    "to the k": lambda n: n**K,
+    "or more": sympy.Function("ormore"),
+    "or less": sympy.Function("orless"),
+}
+SCALED = ("hundred", "thousand", "million", "billion", "trillion")
+X, Y, K, A, B, C, Z = sympy.symbols("x y k a b c z")
+PRODUCTS = {"xyz": X * Y * Z, "abc": A * B * C, "x": X, "xy": X * Y, "kx": K * X, "k": K}
+FUNCTIONS = {"sin": sympy.sin, "cos": sympy.cos, "tan": sympy.tan, "log": sympy.log}
+UNITS = r"cm;meters;km;dollars;inches;ft;km per hour;apples;\text{ cm}^2;\text{ m/s};\%;^\circ"
+UNITS = [*UNITS.split(";"), r"^{\circ}", "\u00b0", " people", r"\text{ square units}"]
+
+
+def worded(draw: random.Random, n: Fraction) -> tuple[list[str], sympy.Expr, bool]:
+    """A number with something behind it: its spellings, what it is, and whether these must be read."""
+    form = draw.choice(forms_of(n)[:6]) if n.denominator > 1 else str(n)
+    value = sympy.Rational(n.numerator, n.denominator)
+    kind = draw.randrange(5)
+    if kind == 0:
+        word, function = draw.choice(list(WORDS.items()))
+        if (n.denominator > 1 or n > 99) and word.startswith(("choose", "factorial", "mod")):
+            word, function = "squared", WORDS["squared"]
+        known = word in SCALED
+        return [f"{form} {word}", rf"{form}\text{{ {word}}}"], function(value), known
+    if kind == 1:
+        letters, product = draw.choice(list(PRODUCTS.items()))
+        return [f"{form}{letters}", f"{form}{letters}"], value * product, False
+    if kind == 2:
+        name, function = draw.choice(list(FUNCTIONS.items()))
+        forms = [f"{form}{name}(x)", rf"{form}\{name}(x)", f"{form} {name} x"]
+        return forms, value * function(X), False
+    if kind == 3:
+        unit = draw.choice(UNITS)
+        blank = " " if unit[0].isalpha() else ""
+        return [f"{form}{blank}{unit}"], value, True
+    return [form], value, True
+
+
+def alike(one: sympy.Expr, other: sympy.Expr) -> bool:
+    """Whether two values are equal where their letters have some values, to 25 digits."""
+    letters = {
+        letter: sympy.Rational(7 * i + 3, 5) for i, letter in enumerate((X, Y, K, A, B, C, Z))
+    }
+    gap = (one - other).subs(letters)
+    unknown = gap.atoms(AppliedUndef)
+    return one == other or (not unknown and abs(complex(gap.evalf(25))) < 1e-15)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_agrees_with_sympy_on_words_functions_degrees_and_products(seed):
+    """Never right where sympy finds another value; and right where words and units are known ones."""
+    draw, wrong = random.Random(seed), []
+    places = (r"\boxed{{{}}}", r"so $\boxed{{{}}}$, not 3", "#### {}", "#### {}\n", "it is {}.")
+    places += ("The answer is {}", "{}", "**Answer:** {}")
+    for _ in range(1_500):
+        n = abs(values(draw)) if draw.random() < 0.3 else Fraction(draw.randint(1, 99))
+        forms, given, readable = worded(draw, n)
+        response = draw.choice(places).format(draw.choice(forms))
+        right = sympy.Rational(n.numerator, n.denominator)
+        answers, expected = [str(n)], right
+        if draw.random() < 0.4:
+            answers, expected, known = worded(draw, n)
+            readable &= known
+        elif draw.random() < 0.4 and given.is_Rational:
+            answers, expected = [str(given)], given
+        answer = draw.choice(answers)
+        equal = alike(given, expected)
+        reward = math(response, answer, {})
+        if reward > equal or (readable and reward < equal):
+            wrong.append((response, answer, given, expected))
+    assert not wrong, f"{len(wrong)}: " + "\n".join(map(str, wrong[:40]))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from minitrain.grpo import objective
 from minitrain.grpo.advantages import advantages, has_signal
-from minitrain.grpo.objective import PolicyGradient, importance_weights, is_clipped, kl_estimate
+from minitrain.grpo.objective import PolicyGradient, importance_weights, kl_estimate, surrogate
 from minitrain.run.config.config_yaml import read_yaml
 from minitrain.run.config.load import from_dict
 from minitrain.settings import GRPO
@@ -277,8 +277,32 @@ def test_clipping_is_on_the_side_to_which_the_advantage_pushes():
     moved = torch.tensor([-0.3, 0.3]).expand(
         3, 2
     )  # ratios 0.74 and 1.35, within 0.8 and 1.2 lies 1
-    clipped = is_clipped(GRPO(), moved, torch.tensor([[-1.0], [0.0], [1.0]]))
+    _, clipped = surrogate(GRPO(), moved, moved, torch.tensor([[-1.0], [0.0], [1.0]]))
     assert clipped.tolist() == [[True, False], [False, False], [False, True]]
+
+
+@pytest.mark.parametrize(
+    "settings, counted",
+    [
+        ({}, 2),
+        ({"clip_low": 0.5, "clip_high": 0.7}, 1),
+        ({"dual_clip": 3.0}, 3),
+        ({"surrogate": "cispo"}, 5),
+        ({"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0}, 1),
+        ({"surrogate": "reinforce"}, 0),
+    ],
+)
+def test_a_token_counts_as_clipped_where_the_limits_change_its_gradient(settings, counted):
+    """Which without limits is -r A, and -A for reinforce; by autograd."""
+    settings = GRPO(**settings)
+    ratios = torch.tensor([1.65, 0.4, 1.65, 0.4, 7.39, 1.1, 0.9, 7.39], dtype=torch.float64)
+    pushes = torch.tensor([1.0, 1, -1, -1, -1, 1, -1, 0], dtype=torch.float64)
+    log_probs = ratios.log().requires_grad_()
+    losses, clipped = surrogate(settings, log_probs, log_probs, pushes)
+    losses.sum().backward()
+    free = -pushes * (1 if settings.surrogate == "reinforce" else ratios)
+    changed = ~torch.isclose(log_probs.grad, free, rtol=1e-9, atol=0.0)
+    assert clipped.tolist() == changed.tolist() and changed.sum() == counted
 
 
 def test_numbers_are_means_over_response_tokens():

@@ -199,6 +199,99 @@ math = load_reward("math")
         ("10\u2077", "107", 0),
         ("5\u00bd", "5.5", 1),
         ("it is \uff14\uff12", "42", 1),
+        # a word, a letter or a function behind a number is no unit; \circ leaves the box its brace
+        (r"\boxed{2sin(x)}", r"2cos(x)", 0),
+        (r"\boxed{5sin(x)}", r"5", 0),
+        (r"\boxed{3log x}", r"3", 0),
+        (r"\boxed{6xyz}", r"6abc", 0),
+        (r"\boxed{6xyz}", r"6", 0),
+        (r"\boxed{3+5abc}", r"3+5xyz", 0),
+        (r"\boxed{4xyz^2}", r"4", 0),
+        (r"\boxed{5 million}", r"5", 0),
+        (r"#### 3 million", r"3", 0),
+        (r"He earned 3 million dollars", r"3", 0),
+        (r"\boxed{3\text{ hundred}}", r"3", 0),
+        (r"5 thousand", r"5", 0),
+        (r"5 dozen", r"5", 0),
+        (r"\boxed{3 squared}", r"3", 0),
+        (r"\boxed{12 factorial}", r"12", 0),
+        (r"9 half", r"9", 0),
+        (r"\boxed{5 plus x}", r"5", 0),
+        (r"5 times x", r"5", 0),
+        (r"12 over n", r"12", 0),
+        (r"8 choose k", r"8", 0),
+        (r"\boxed{5 \text{ or more}}", r"5", 0),
+        (r"\boxed{45^\circ}, as 2 of them make 90.", r"90", 0),
+        (r"first \boxed{7}. Then corrected: \boxed{45^\circ}", r"7", 0),
+        (r"The cost is 5k.", r"5", 0),
+        (r"$5M.", r"5", 0),
+        (r"\boxed{\frac{1}{2}\frac{345}{4}}", r"1/2345/4", 0),
+        (r"\boxed{\frac{1}{2}345}", r"1/2345", 0),
+        (r"so it is $2 \pi$", r"2", 0),
+        (r"so it is $2x$", r"2", 0),
+        (r"y = 5 + x", r"5", 0),
+        (r"y = 2x + 5", r"5", 0),
+        (r"it is \sin 30", r"30", 0),
+        (r"it is sin(30)", r"30", 0),
+        (r"it is \sqrt 3", r"3", 0),
+        (r"\boxed{7 billion people}", r"7", 0),
+        (r"\boxed{7 nonillion}", r"7", 0),
+        (r"\boxed{3 gross}", r"3", 0),
+        (r"\boxed{5 mod 7}", r"5", 0),
+        (r"\boxed{2 arctan(x)}", r"2", 0),
+        (r"\boxed{2\arctan x}", r"2", 0),
+        (r"\boxed{3 tenths}", r"3", 0),
+        (r"\boxed{3x cm}", r"3", 0),
+        (r"\boxed{5\text{ and }6}", r"5", 0),
+        (r"\boxed{2 minus}", r"2", 0),
+        (r"#### 5 squared", r"5", 0),
+        (r"#### 5 dozen eggs", r"5", 0),
+        (r"#### 8 choose 3", r"8", 0),
+        (r"#### 8 choose 3", r"3", 0),
+        (r"the answer is 8 choose 3", r"3", 0),
+        (r"the answer is \frac{x}{2}", r"2", 0),
+        (r"the answer is x/2", r"2", 0),
+        (r"the answer is f(3)", r"3", 0),
+        (r"the answer is |3x - 5|", r"5", 0),
+        (r"the answer is 10^{x}", r"10", 0),
+        (r"\boxed{3!}", r"3", 0),
+        (r"\boxed{x = 3 or x = 4}", r"4", 0),
+        (r"\boxed{3i}", r"3", 0),
+        (r"\boxed{3e}", r"3", 0),
+        (r"it is 3e", r"3", 0),
+        (r"\boxed{90^\circ + x}", r"90", 0),
+        (r"\boxed{2_8}", r"2", 0),
+        (r"\boxed{5 million}", r"5000000", 1),
+        (r"\boxed{5 million}", r"5,000,000", 1),
+        (r"#### 3 million dollars", r"3000000", 1),
+        (r"He earned $3 million dollars.", r"3,000,000", 1),
+        (r"\boxed{1.5\text{ billion dollars}}", r"1500000000", 1),
+        (r"\boxed{\frac{1}{2} million}", r"500000", 1),
+        (r"\boxed{3\text{ hundred}}", r"300", 1),
+        (r"The angle is $\boxed{45^\circ}$, as 2 of them make 90.", r"45", 1),
+        (r"So the answer is 45.", r"$\boxed{45^\circ}$, from 2 times 22.5", 1),
+        (r"\boxed{45^{\circ}}", r"45", 1),
+        (r"\boxed{45^\circ C}", r"45", 1),
+        (r"\boxed{45^{ \circ }}", r"45", 1),
+        (r"\boxed{\frac{45^\circ}{2}}", r"45/2", 1),
+        (r"\boxed{\angle A = 45^\circ}", r"\angle A = 45", 1),
+        (r"\boxed{18 eggs}", r"18", 1),
+        (r"\boxed{18cm}", r"18", 1),
+        (r"\boxed{60 km/h}", r"60", 1),
+        (r"\boxed{60 miles per hour}", r"60", 1),
+        (r"#### 18 trees left", r"18", 1),
+        (r"She has 5 more.", r"5", 1),
+        (r"It happened 5 times.", r"5", 1),
+        (r"He ate 12 over the weekend", r"12", 1),
+        (r"\boxed{5 \text{ degrees Celsius}}", r"5", 1),
+        (r"\boxed{100 \text{ mL}}", r"100", 1),
+        (r"\boxed{9.8 \text{ m/s}^2}", r"9.8", 1),
+        (r"\boxed{9.8\,\mathrm{m\,s}}", r"9.8", 1),
+        (r"\boxed{20\pi\text{ cm}^2}", r"20\pi", 1),
+        (r"\boxed{12\text{ sq. cm}}", r"12", 1),
+        (r"\boxed{12\text{ sq cm}}", r"12", 1),
+        (r"\boxed{12 \text{ square feet}}", r"12", 1),
+        (r"\boxed{12\text{ kilometers}}", r"12", 1),
     ],
 )
 def test_math(response, answer, reward):
@@ -225,6 +318,14 @@ def test_math(response, answer, reward):
         r"\frac{" + "(" * 500_000 + "}{2}",
         "^{ " * 300_000,
         r"\boxed{\frac{1}{" + "(1" * 500_000 + "}}",
+        # its 999th power has a million digits
+        "9e999^{999} " * 1_666,
+        r"\boxed{3 " + "cm " * 6_000 + "!}",
+        r"\boxed{3\text{" + "m " * 9_000 + "!}}",
+        "3 " + "cm a " * 4_000,
+        "sin " * 5_000,
+        "x - " * 5_000,
+        "1/2e*999999999",
     ],
 )
 def test_hostile_texts_take_no_time(text):
@@ -255,6 +356,28 @@ def test_exact():
 
 
 @pytest.mark.parametrize(
+    "response, answer, reward",
+    [
+        (r"so \boxed{2\sqrt{2}}", r"\sqrt{8}", 1),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{8}", 0),
+        (r"\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1),
+        (r"\boxed{12}", "3 * 4 = <<3*4=12>>12.\n#### 12", 1),
+        (r"\boxed{4}", "3 * 4 = <<3*4=12>>12.\n#### 12", 0),
+        ("I do not know", "12", 0),
+    ],
+)
+def test_math_verify(response, answer, reward):
+    pytest.importorskip("math_verify")
+    assert load_reward("math_verify")(response, answer, {}) == reward
+
+
+def test_math_verify_without_its_package_is_one_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="^grpo.reward=math_verify needs a package: pip install"):
+        load_reward("math_verify")
+
+
+@pytest.mark.parametrize(
     "tokens, reward", [(0, 0), (80, 0), (90, -0.25), (100, -0.5), (120, -0.5)]
 )
 def test_overlong(tokens, reward):
@@ -270,7 +393,7 @@ def test_a_function_of_ones_own(tmp_path, monkeypatch):
     assert load_reward("my_reward:score")("abc", "", {"scale": 2}) == 6
 
 
-UNNAMED = "is not exact, math or package.module:function"
+UNNAMED = "is not exact, math, math_verify or package.module:function"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import pickle
 import sys
 from decimal import Decimal
@@ -21,7 +22,7 @@ from minitrain.errors import InputError
 from minitrain.examples.reversal import reversals
 from minitrain.grpo import rollouts
 from minitrain.grpo.policy_loop import describe_responses
-from minitrain.grpo.rewards import exact
+from minitrain.grpo.rewards import exact, keeps_state, reward_state
 from minitrain.grpo.rollouts import (
     RolloutWorker,
     most_samples,
@@ -533,7 +534,7 @@ def test_rewards_that_raise():
 def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(grpo_task, "start", None)
     with pytest.raises(
-        InputError, match="grpo.reward='exakt' is not exact, math or package.module:function"
+        InputError, match="grpo.reward='exakt' is not exact, math, math_verify or package"
     ):
         GrpoTask(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
 
@@ -548,6 +549,33 @@ def test_groups_without_signal_are_replaced():
     assert {r.no_signal for group in groups for r in group} == {
         4 / 6
     }  # 0, 4, 0, 0 of 0, 4, 2, 0, 3, 0
+
+
+def test_what_is_said_of_a_step_counts_groups_that_were_replaced(tmp_path):
+    """By hand: 0, 4, 2, 0, 3, 0 of 4 are right and as long as their problem, the others cut off after a token."""
+    sampling, problems = worker([0, 4, 2, 0, 3], generations=5)
+    groups = sampling.collect(problems, first=0)
+    size = len(groups[0][0].prompt)
+    right = [1.0] * 9 + [0.0] * 15
+    expected = {
+        "reward": 9 / 24,
+        "reward_std": pytest.approx(stdev(right)),
+        "length": (9 * size + 15) / 24,
+        "longest": size,
+        "truncated": 15 / 24,
+        "no_signal": 4 / 6,
+        "problems": 6,
+        "trained_reward": 5 / 8,
+        "trained_reward_std": pytest.approx(stdev(right[4:12])),
+        "trained_length": (5 * size + 3) / 8,
+        "trained_longest": size,
+        "trained_truncated": 3 / 8,
+    }
+    assert describe_responses(groups) == expected
+    sampling, problems = worker([0, 4, 2, 0, 3])
+    assert not any(
+        name.startswith("trained") for name in describe_responses(sampling.collect(problems, 0))
+    )
 
 
 def test_groups_without_signal_fill_up_after_the_last_round():
@@ -675,13 +703,21 @@ def test_settings_that_decide_which_responses_a_step_has():
         assert digest(setting, value) == digest()
 
 
+def described_groups():
+    """Made-up groups that others were replaced by."""
+    groups = made_up_groups()
+    for response in itertools.chain(*groups):
+        response.sampled = {"reward": 0.1 + 0.2, "longest": 7}
+    return groups
+
+
 def write_together(file):
-    write_rollouts(file, made_up_groups(), dist.group.WORLD)
+    write_rollouts(file, described_groups(), dist.group.WORLD)
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_rollouts_on_disk_are_exact(pool, tmp_path, world):
-    groups = made_up_groups()
+    groups = described_groups()
     pool.run(world, write_together, tmp_path / "some" / "step.jsonl")
     assert read_rollouts(tmp_path / "some" / "step.jsonl") == groups
     with pytest.raises(InputError, match=r"gone\.jsonl"):
@@ -720,6 +756,86 @@ def test_it_learns(tmp_path):
         numbers[-1]["step_tokens"] == 64 * (5 + 4)
         and numbers[-1]["step_time_s"] >= numbers[-1]["generation_s"] > 0
     )
+
+
+class Novelty:
+    """A reward that falls with the number of responses before: it remembers them."""
+
+    def __init__(self):
+        self.seen = {"all": [0]}
+
+    def __call__(self, response, answer, row):
+        self.seen["all"][0] += 1
+        return (len(response) + 7 * self.seen["all"][0]) % 5
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state):
+        self.seen = state
+
+
+novelty = Novelty()
+
+
+def run_novelty(folder, lag, stop):
+    """Run until step `stop` of four, as a process of its own does; return each step's figures."""
+    tree = TREE | {
+        "steps": 4,
+        "grpo": {"prompts": 2, "group": 4, "reward": f"{__name__}:novelty", "lag": lag},
+        "validation": {"every": 1, "batches": 1},
+        "optim": {"lr": 1e-3},
+    }
+    novelty.seen = {"all": [0]}
+    task = GrpoTask(configs.from_dict(tree), folder)
+    found = []
+    for numbers in task.steps(task.begin()):
+        task.save(numbers)
+        task.finish(numbers, lambda: "")
+        found.append((numbers["step"], numbers["reward"], numbers["loss"]))
+        if numbers["step"] == stop:
+            break
+    task.wait()
+    return found
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_a_reward_remembers_is_kept_in_checkpoints(tmp_path, lag):
+    """A run that stops and goes on is one that does not, and evaluations leave no trace."""
+    parts = run_novelty(tmp_path / "parts", lag, 2) + run_novelty(tmp_path / "parts", lag, 4)
+    assert novelty.seen == {"all": [4 * 8]}
+    assert parts == run_novelty(tmp_path / "whole", lag, 4) and len(parts) == 4
+
+
+def test_states_of_rewards_that_cannot_be_kept_are_one_line(monkeypatch):
+    def raises(*_):
+        raise KeyError("gone")
+
+    for state in ({1: 2}, (1, 2), {"a": {3}}, None, {"a": math.nan}):
+        monkeypatch.setattr(novelty, "seen", state)
+        with pytest.raises(
+            InputError, match="^grpo.reward=x:y: state_dict.. must return what JSON"
+        ):
+            reward_state(novelty, "x:y")
+    monkeypatch.setattr(novelty, "state_dict", raises, raising=False)
+    with pytest.raises(
+        InputError, match="^grpo.reward=x:y raised KeyError: 'gone' in state_dict"
+    ):
+        reward_state(novelty, "x:y")
+    assert not keeps_state(exact) and not keeps_state(torch.nn.Linear(2, 1))
+
+
+def test_states_of_other_ranks_or_rewards(monkeypatch):
+    task = SimpleNamespace(reward=novelty, config=configs.from_dict(TREE))
+    monkeypatch.setattr(novelty, "seen", {"all": [3]})
+    start(task.config)
+    for other in (None, {"reward": "another", "states": [{"all": [8]}]}):
+        GrpoTask.load_reward(task, other)
+        assert novelty.seen == {"all": [3]}
+    GrpoTask.load_reward(task, {"reward": "exact", "states": [{"all": [8]}]})
+    assert novelty.seen == {"all": [8]}
+    with pytest.raises(InputError, match="kept the states of 2 processes, and these are 1"):
+        GrpoTask.load_reward(task, {"reward": "exact", "states": [{"all": [8]}] * 2})
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from minitrain.run.monitor.progress import (
     LAYOUT,
     bar_width,
     fitting,
+    goodness,
     next_command,
     telling,
     validation,
@@ -86,6 +87,26 @@ def test_no_figure_of_the_bar_is_cut(monkeypatch):
 )
 def test_the_line_of_a_validation(numbers, told):
     assert validation(numbers) == told
+
+
+@pytest.mark.parametrize(
+    "lines, best",
+    [
+        # GRPO raises what samples get; greedy responses, one each, may fall meanwhile
+        (
+            [
+                {"val_greedy": 0.976, "val_pass@1": 0.888},
+                {"val_greedy": 0.97, "val_pass@1": 0.944},
+            ],
+            1,
+        ),
+        ([{"val_loss": 1.3}, {"val_loss": 1.2}, {"val_loss": 1.25}], 1),
+        ([{"loss": 0.1}, {"val_loss": 1.2, "val_exact_match": 0.0}], 1),
+        ([{"reward": 1.0}, {"val_greedy": 0.0, "val_pass@1": 0.0}], 1),
+    ],
+)
+def test_the_best_validation_is_the_one_whose_figure_training_raises(lines, best):
+    assert max(lines, key=goodness) is lines[best]
 
 
 def test_the_end_of_a_run_in_six_lines(tmp_path, capsys):

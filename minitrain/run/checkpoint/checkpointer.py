@@ -240,21 +240,26 @@ def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), timeout=timeout, backend="gloo")
 
 
-def resume(checkpointer: Checkpointer, config: Config, trainer: Trainer) -> tuple[int, dict]:
-    """Load the newest checkpoint, if there is one; return what `resume_point` finds in it.
+def resume(
+    checkpointer: Checkpointer, config: Config, trainer: Trainer
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Load the newest checkpoint, if there is one.
+
+    Returns what `resume_point` finds in it, and its `extra`, which holds what `save_step` was given.
 
     Raises InputError if there is one and the config forbids to resume.
     """
     folder = checkpointer.folder
     if lead(checkpointer.group, checkpointer.latest) is None:
-        return 0, {}
+        return 0, {}, {}
     if not config.checkpoint.resume:
         raise InputError(
             f"checkpoint.resume=false, but {folder} holds checkpoints (use another out_dir)"
         )
     extra = checkpointer.load(trainer.model, trainer.optimizer)
     counted = "reward" if config.task == "grpo" else "tokens"
-    return resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
+    point = resume_point(folder, extra, config.steps, "loss", "tokens_per_sec", counted)
+    return *point, extra or {}
 
 
 def save_step(
@@ -262,7 +267,7 @@ def save_step(
 ) -> None:
     """Write the checkpoint from which `resume` goes on after a step with these numbers.
 
-    more: what else its `extra` holds.
+    more: what else its `extra` holds, anything that JSON can hold.
     """
     step = numbers["step"]
     # a copy, as validation adds to them

@@ -62,9 +62,12 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 
 def goodness(numbers: dict) -> float:
-    """Return what is higher in a better validation; minus infinity where there was none."""
+    """Return what is higher in a better validation; minus infinity where there was none.
+
+    It is what training raises: the share of sampled responses that pass, or a loss below zero.
+    """
     loss = numbers.get("val_loss")
-    return numbers.get("val_greedy", -math.inf) if loss is None else -loss
+    return numbers.get("val_pass@1", -math.inf) if loss is None else -loss
 
 
 def validation(numbers: dict) -> str:

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.datasets import with_steps
+from minitrain.errors import InputError
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
-from minitrain.grpo.rewards import load_reward
+from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
-from minitrain.parallel.agreement import lead, wait_for_all
+from minitrain.parallel.agreement import gather, lead, together, wait_for_all
 from minitrain.run.checkpoint.checkpoint_files import complete_steps
 from minitrain.run.checkpoint.checkpointer import (
     Checkpointer,
@@ -43,7 +44,7 @@ class GrpoTask:
     data = bytes_per_token = None
 
     def __init__(self, config: Config, folder: Path | None):
-        reward = load_reward(config.grpo.reward)
+        self.reward = load_reward(config.grpo.reward)
         self.problems, held_out, tokenizer, ends = open_problems(config)
         grpo = config.grpo
         config = with_steps(config, len(self.problems), grpo.prompts)
@@ -69,7 +70,7 @@ class GrpoTask:
             held_out,
             tokenizer,
             ends,
-            reward,
+            self.reward,
             fill_weights,
             self.record,
         )
@@ -79,10 +80,12 @@ class GrpoTask:
         """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
         first = 0
         last = {}
+        states = None
         grpo = self.config.grpo
         if self.policy:
             if self.folder is not None:
-                first, last = resume(self.checkpointer, self.config, self.policy.trainer)
+                first, last, extra = resume(self.checkpointer, self.config, self.policy.trainer)
+                states = extra.get("rewards")
             if not first:
                 self.policy.warm_up(self.problems)
             # adapters diverge from the model without them
@@ -90,7 +93,8 @@ class GrpoTask:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.policy.keep_reference(kept, resumed=first > 0)
         wait_for_all()
-        self.first, self.last = self.loop.tell((first, last), 0)
+        self.first, self.last, states = self.loop.tell((first, last, states), 0)
+        together(self.everyone, self.load_reward, states)
         self.loop.begin(self.last.get("problems", first * grpo.prompts * grpo.generations))
         return self.first
 
@@ -111,11 +115,34 @@ class GrpoTask:
         coming = self.kept(first) if self.config.grpo.lag and first else None
         return self.loop.steps(first, coming)
 
+    def load_reward(self, kept: dict | None) -> None:
+        """Give this rank's reward the state that a checkpoint has kept of it, if any."""
+        name = self.config.grpo.reward
+        if not keeps_state(self.reward):
+            return
+        # before hours of training: one that cannot be kept raises an error
+        reward_state(self.reward, name)
+        if kept is None or kept["reward"] != name:
+            return
+        states = kept["states"]
+        if len(states) != dist.get_world_size():
+            raise InputError(
+                f"grpo.reward={name} has kept the states of {len(states)} processes, and these are "
+                f"{dist.get_world_size()} (use as many, or another out_dir)"
+            )
+        state = states[dist.get_rank()]
+        call(name, "in load_state_dict()", self.reward.load_state_dict, state)
+
     def save(self, numbers: dict[str, Any]) -> None:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
+        more = {}
+        if keeps_state(self.reward):
+            name = self.config.grpo.reward
+            state = together(self.everyone, reward_state, self.reward, name)
+            more["rewards"] = {"reward": name, "states": gather(state, self.everyone)}
         if self.policy:
             self.loop.memory.hold("training")
-            save_step(self.checkpointer, numbers, self.policy.trainer)
+            save_step(self.checkpointer, numbers, self.policy.trainer, **more)
         if self.config.grpo.offload:
             # the next thing to come may be an evaluation
             self.loop.update_sampler()

@@ -48,7 +48,7 @@ class RowsTask:
         self.trainer.prepare(self.data, config.steps)
         if config.validation.every:
             self.trainer.prepare(self.held_out, config.validation.batches)
-        self.first, self.last = resume(self.checkpointer, config, self.trainer)
+        self.first, self.last, _ = resume(self.checkpointer, config, self.trainer)
 
     def about(self) -> Iterator[str]:
         # a checkpoint may hold averages that are asked for no more, or lack them
