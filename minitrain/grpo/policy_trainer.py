@@ -63,7 +63,7 @@ class PolicyTrainer:
         self.device = self.trainer.device
         self.reference: Module | None = None
 
-    # -------------------------------------------------------------------------------------------------------- training
+    # --- training
 
     def learn(self, groups: list[Group], step: int) -> dict[str, float]:
         """Run one update per batch.global responses; return the step's metrics.
@@ -158,7 +158,7 @@ class PolicyTrainer:
             optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
-    # ------------------------------------------------------------------------------------------- weights that are kept
+    # --- weights that are kept
 
     def keep_reference(self, checkpointer, resumed: bool = False) -> None:
         """Make the reference model from the current weights, and save it by `checkpointer`, if any.
