@@ -1,38 +1,43 @@
 """State every setting by its YAML key; run/config/load.py reads them, run/config/checks.py checks."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+# not as `field`: a key of the data has that name
+from dataclasses import field as setting
 from typing import Any, Literal
 
-LARGEST_RANK = 1 << 16  # of adapters
-LARGEST_ALPHA = 10**9
+# limits of adapters
+MAX_LORA_RANK = 1 << 16
+MAX_LORA_ALPHA = 10**9
 # above any ratio of probabilities (e^20, see grpo/objective.py), below what fp32 holds
-RATIO = 10**9
+MAX_RATIO = 10**9
 
 
 def number(default: float, least: float, most: float = 2**63 - 1) -> Any:
     """Return the field of a setting that must lie between `least` and `most`."""
-    return field(default=default, metadata={"least": least, "most": most})
+    return setting(default=default, metadata={"least": least, "most": most})
 
 
 @dataclass
 class Model:
     """The model: `model: NAME`, `model: FOLDER`, or a mapping of the fields below."""
 
-    name: str = ""  # of the zoo, with random weights
-    path: str = ""  # a folder in Hugging Face layout, whose weights training starts from
+    name: str = ""  # name of a model of the zoo, which gets random weights
+    path: str = ""  # folder in Hugging Face layout, whose weights training starts from
     config: Any = None  # a DecoderConfig, or a WanConfig if the task is diffusion
 
 
 @dataclass
 class Source:
-    """One of the data's sources that are mixed. What it leaves out is as in `data`."""
+    """One of several data sources that are mixed. Unset fields default to those of `data`."""
 
     path: str | list[str] = ""  # files, folders or globs
-    weight: float = 1.0  # rows are taken by it, in any unit: shares are of the sum
-    name: str = ""  # metrics.jsonl has its loss as loss/NAME; default: the path
-    kind: Literal["text", "jsonl", "tokens"] | None = None  # default: data.kind
-    field: str | None = None  # default: data.field
+    weight: float = 1.0  # share of the rows, relative to the sum of all weights
+    name: str = ""  # names its loss in metrics.jsonl, loss/NAME; default: the path
+    # kind of its files; default: data.kind
+    kind: Literal["text", "jsonl", "tokens"] | None = None
+    field: str | None = None  # key that holds the text; default: data.field
 
     @property
     def label(self) -> str:
@@ -43,37 +48,43 @@ class Source:
 class Data:
     """The training data: see data/text/text_rows.py; for diffusion, data/video/latents.py and examples/shapes.py."""
 
-    # mock: random tokens, for benchmarks; shapes: a toy world of videos
+    # what the data is; mock: random tokens, for benchmarks; shapes: a toy world of videos
     kind: Literal["mock", "text", "jsonl", "tokens", "latents", "shapes"] = "mock"
     path: str | list[str] = ""  # files, folders or globs; {stdlib} is Python's own library
-    # in place of path: several, mixed by weight, as [{path: a, weight: 0.7}, {path: b, weight: 0.3}]
-    sources: list[Source] = field(default_factory=list)
-    # glob patterns of paths to leave out, or of their ends
-    exclude: list[str] = field(default_factory=list)
-    # mock latents: frames, height, width
-    size: list[int] = field(default_factory=lambda: [24, 104, 60])
-    # jsonl, parquet, arrow: the key that holds the text; chats are looked for (data/chat/chats.py)
+    # several sources in place of `path`, mixed by weight, such as [{path: a, weight: 0.7}, {path:
+    # b, weight: 0.3}]
+    sources: list[Source] = setting(default_factory=list)
+    # glob patterns of the files to leave out, matched against whole paths and their ends
+    exclude: list[str] = setting(default_factory=list)
+    # frames, height and width of mock latents
+    size: list[int] = setting(default_factory=lambda: [24, 104, 60])
+    # key that holds the text in jsonl, parquet and arrow files; keys of chats are found
+    # automatically (data/chat/chats.py)
     field: str = "text"
-    # fine-tuning: how chats become text
+    # chat template of fine-tuning: how chats become text
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"
-    # fine-tuning: chats longer than batch.seq_len
+    # what fine-tuning does with chats longer than batch.seq_len
     over_long: Literal["truncate", "drop"] = "truncate"
-    packed: bool | None = None  # do chats share rows; None: they do; mock chats: as SQuAD's
-    # or a tokenizer.json, or a folder that holds one; tokens: what to save with the model
+    # whether chats share rows; null: they do. Mock chats that do are as long as SQuAD's
+    packed: bool | None = None
+    # "bytes", a tokenizer.json, or a folder that holds one; for kind=tokens it is only saved with
+    # the model
     tokenizer: str = "bytes"
-    # tokens: of raw .bin files (.npy files know theirs)
+    # type of the tokens in raw .bin files (.npy files say theirs)
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    # tokens: the id that ends a document; None: one document per file
+    # id that ends a document in token files; null: each file is one document
     document_end: int | None = None
-    # pretraining: cut documents where a row ends, or pad rows so that none that fits one is cut
+    # how pretraining fills rows: cut documents where a row ends, or pad rows, so that no document
+    # is cut that fits one
     packing: Literal["cut", "whole"] = "cut"
-    # text, jsonl to pretrain on: a folder for their tokens, which then need not fit in memory
+    # folder for the tokens of text and jsonl files to pretrain on, which then need not fit in
+    # memory
     cache: str = ""
-    # at lines, files or rows of tokens that cannot be used
+    # what happens at lines, files or rows of tokens that cannot be used
     on_error: Literal["error", "skip"] = "error"
-    text_tokens: int = number(512, 1, 1 << 20)  # latents: texts are padded to this many tokens
-    validation: float = 0.0  # the share of documents, or of videos, held out
-    validation_path: str | list[str] = ""  # or these files, of the same kind
+    text_tokens: int = number(512, 1, 1 << 20)  # length to which the texts of videos are padded
+    validation: float = 0.0  # share of the documents or videos that is held out
+    validation_path: str | list[str] = ""  # files to hold out instead, of the same kind
 
 
 @dataclass
@@ -82,34 +93,34 @@ class Batch:
 
     global_: int = number(8, 1, 1 << 24)  # sequences per optimizer step, over all ranks
     micro: int = number(8, 1)  # sequences per rank and forward pass
-    seq_len: int = number(1024, 1, 1 << 30)  # tokens of a sequence, or most patches of a video
+    seq_len: int = number(1024, 1, 1 << 30)  # tokens per sequence, or most patches of a video
 
 
 @dataclass
 class Parallel:
-    """Layout of the ranks, whose number is dp_replicate x dp_shard x cp x tp x pp.
+    """Layout of the ranks, of which there are dp_replicate x dp_shard x cp x tp x pp.
 
-    dp_shard=-1 takes all ranks that the others leave.
+    dp_shard=-1 takes all ranks that the other dimensions leave.
     """
 
     dp_replicate: int = number(1, 1)  # copies of the parameters, each trained on different rows
     dp_shard: int = -1  # shards of the parameters, each rank trained on different rows
-    tp: int = number(1, 1)  # tensor and sequence parallel: heads, MLP channels, vocabulary
-    cp: int = number(1, 1)  # context parallel: each row's sequence
-    pp: int = number(1, 1)  # pipeline parallel: layers
-    # expert parallel: experts, over ranks that are counted already; divides dp_shard x cp x tp
+    tp: int = number(1, 1)  # tensor and sequence parallel: splits heads, MLP channels, vocabulary
+    cp: int = number(1, 1)  # context parallel: splits the sequence of each row
+    pp: int = number(1, 1)  # pipeline parallel: splits the layers
+    # expert parallel: splits the experts over ranks of dp_shard x cp x tp, which ep must divide
     ep: int = number(1, 1)
-    # true (ZeRO-3): free a block's weights after each use, reduce gradients after every
-    # micro-batch; false (ZeRO-2): both once per step. In a pipeline gradients are reduced once;
-    # true frees weights of all but the next three stages. None: true, but where a rank has the
-    # whole model, whose weights in bf16 it would only copy anew
+    # true (ZeRO-3): a block's weights are freed after each use, and its gradients are reduced
+    # after every micro-batch. false (ZeRO-2): both happen once per step. In a pipeline, gradients
+    # are always reduced once per step, and true frees the weights of all but the next three
+    # stages. null: false where a rank holds the whole model, true elsewhere
     reshard_after_forward: bool | None = None
-    # type of gradients while ranks are summed; micro-batches: see precision
+    # type in which gradients are summed over ranks; for micro-batches, see precision
     reduce: Literal["fp32", "bf16"] = "fp32"
-    prefetch: int = number(1, 0)  # how many blocks ahead to gather
+    prefetch: int = number(1, 0)  # how many blocks ahead FSDP gathers weights
     # how context-parallel ranks exchange keys and values
     context: Literal["allgather", "ulysses"] = "allgather"
-    # of pipeline stages: see parallel/pipeline.py
+    # order of the pipeline's micro-batches: see parallel/pipeline.py
     schedule: Literal[
         "GPipe",
         "1F1B",
@@ -120,9 +131,9 @@ class Parallel:
         "DualPipeV",
     ] = "1F1B"
     vp: int = number(1, 1)  # pipeline stages per rank
-    # embedding and head count as a layer each; default: as even as possible
+    # layers of each stage, where embedding and head count as one each; null: as even as possible
     layers_per_stage: list[int] | None = None
-    # where stages are as even as possible, the head counts as so many layers
+    # number of layers that the head counts as when stages are balanced
     head_layers: int = number(1, 1)
 
 
@@ -130,38 +141,42 @@ class Parallel:
 class Optim:
     """The optimizer and its learning-rate schedule: see training/optim.py."""
 
-    # sgd: without momentum; muon: of the matrices in blocks, AdamW for the rest
+    # sgd has no momentum; muon updates the matrices in blocks, and AdamW the rest
     name: Literal["adamw", "sgd", "muon"] = "adamw"
-    lr: float = number(3e-4, 0)  # the highest of the schedule
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
-    eps: float = 1e-8  # of AdamW
-    weight_decay: float = number(0.1, 0)  # of matrices, times lr
-    clip: float | None = 1.0  # largest norm of the gradient; null: none
-    # this many steps in a row without a finite loss and gradient norm end the run
+    lr: float = number(3e-4, 0)  # the highest learning rate of the schedule
+    # decay rates of AdamW's moments
+    betas: list[float] = setting(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8  # term that AdamW adds to the denominator
+    weight_decay: float = number(0.1, 0)  # decoupled decay of matrices, scaled by lr
+    clip: float | None = 1.0  # largest norm of the gradient; null: no limit
+    # number of steps in a row without a finite loss and gradient norm that end the run
     max_skipped: int = number(10, 1)
-    states: Literal["fp32", "bf16"] = "fp32"  # of AdamW's moments
-    # of the weights and states that are stored in bf16; Muon's weights need it there
+    states: Literal["fp32", "bf16"] = "fp32"  # type of AdamW's moments
+    # round weights and states that are stored in bf16 stochastically; Muon's weights need it there
     stochastic_rounding: bool = False
-    ema: float = number(0.0, 0, 1)  # decay of the weights' average (training/ema.py); 0: none
-    ema_warmup: bool = False  # a smaller decay in the first steps
+    # decay of the weights' moving average (training/ema.py); 0: no average
+    ema: float = number(0.0, 0, 1)
+    ema_warmup: bool = False  # use a smaller decay of the average in the first steps
     newton_schulz: Literal["bf16", "fp32"] = "bf16"  # type of Muon's matrix products
-    # after the warm-up; wsd: constant, then linear over the last steps
+    # shape of the learning rate after the warm-up; wsd: constant, then linear over the last steps
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    decay: float = 0.1  # of wsd: the share of steps, at the end, in which the rate falls
-    warmup: int = number(0, 0)  # first steps, in which the rate rises
-    final_lr: float = 0.0  # as a share of lr, reached at the last step, if two follow the warm-up
+    decay: float = 0.1  # share of the steps, at the end, in which wsd lowers the learning rate
+    warmup: int = number(0, 0)  # number of first steps, in which the learning rate rises
+    # learning rate of the last step as a share of lr, if at least two steps follow the warm-up
+    final_lr: float = 0.0
 
 
 @dataclass
 class Fp8:
     """FP8 matrix products, with precision=fp8: see models/fp8.py."""
 
-    # which products Hopper sums with fewer bits
+    # which products are accumulated with fewer bits on Hopper
     fast_accumulation: Literal["none", "forward", "all"] = "none"
-    # routed experts too, where a rank has one of them (parallel.ep = their number)
+    # use FP8 for routed experts too, where each rank holds one of them (parallel.ep = their
+    # number)
     experts: bool = False
-    # weights are kept transposed, too, a byte for each of a rank's, unsharded: spares transposing
-    # for each micro-batch
+    # keep a transposed copy of the weights, so that micro-batches need not transpose them; it
+    # takes a byte for each weight that the rank holds once FSDP has gathered them
     keep_transposed: bool = False
 
 
@@ -169,9 +184,9 @@ class Fp8:
 class Validation:
     """Validation on what is held out, while training and after the last step."""
 
-    every: int = number(0, 0)  # steps; 0: never
-    batches: int = number(8, 1)  # held-out batches of batch.global
-    # held-out chats that are answered at the end and compared; 0: none
+    every: int = number(0, 0)  # steps between two validations; 0: never
+    batches: int = number(8, 1)  # number of held-out batches, each of batch.global sequences
+    # number of held-out chats that are answered at the end and compared
     exact_match: int = number(0, 0)
 
 
@@ -179,21 +194,22 @@ class Validation:
 class Checkpoint:
     """Checkpoints, while training and after the last step."""
 
-    every: int = number(0, 0)  # steps; 0: only by time and at the end
-    minutes: float = number(10.0, 0)  # after the one before; 0: not by time
-    keep: int = number(2, 1)  # the newest ones that stay on disk
-    asynchronous: bool = False  # training goes on while one is written
-    resume: bool = True  # from the newest complete checkpoint under out_dir, if there is one
+    every: int = number(0, 0)  # steps between two checkpoints; 0: only by time and at the end
+    minutes: float = number(10.0, 0)  # minutes between two checkpoints; 0: not by time
+    keep: int = number(2, 1)  # how many of the newest checkpoints stay on disk
+    asynchronous: bool = False  # go on training while a checkpoint is written
+    resume: bool = True  # continue from the newest complete checkpoint under out_dir, if any
 
 
 @dataclass
 class Metrics:
     """Reports besides metrics.jsonl: see run/monitor/health.py and run/monitor/metrics.py."""
 
-    # report losses this many deviations above the recent median, with their batch; 0: none
+    # report losses this many deviations above the recent median, with their batch; 0: report none
     spike: float = number(6.0, 0)
-    tensorboard: bool = False  # to out_dir/tensorboard; needs the package tensorboard
-    # package.module:function of one's own, called with the dict of each step's numbers, on rank 0
+    # write to out_dir/tensorboard, too; needs the package tensorboard
+    tensorboard: bool = False
+    # your own package.module:function, called on rank 0 with the dict of each step's numbers
     logger: str = ""
 
 
@@ -201,27 +217,29 @@ class Metrics:
 class Profile:
     """Records of operations and memory in out_dir/profile: see run/monitor/profiling.py."""
 
-    steps: list[int] = field(default_factory=list)  # [first, last]: the operations of these steps
-    memory: bool = False  # CUDA only: all allocations, up to the last of these steps or the end
+    # [first, last] step whose operations are recorded
+    steps: list[int] = setting(default_factory=list)
+    # record all allocations up to the last of these steps, or to the end; CUDA only
+    memory: bool = False
 
 
 @dataclass
 class Rollout:
     """Sampling of responses: see rollout/."""
 
-    temperature: float = number(1.0, 0)  # of sampling
-    max_tokens: int = number(128, 1, 1 << 30)  # of a response
-    tp: int = number(1, 1)  # task=grpo: ranks that share a sampler's model
-    # task=grpo: set to rollout.tp, it gives these ranks whole experts, not channels of all
+    temperature: float = number(1.0, 0)  # divides the logits; 0: the likeliest token
+    max_tokens: int = number(128, 1, 1 << 30)  # most tokens of a response
+    tp: int = number(1, 1)  # number of ranks that share a sampler's model, with task=grpo
+    # what these ranks hold: whole experts if set to rollout.tp, channels of all experts if 1
     ep: int = number(1, 1)
-    slots: int = number(256, 1, 1 << 20)  # samples that are decoded at once, at most
-    page_size: int = number(128, 1, 1 << 20)  # tokens; on CUDA a multiple of 128
-    pages: int = number(0, 0, 1 << 24)  # in the pool; 0: as many as fit into `memory`
-    memory: float = 0.5  # a share of what is free when the pool is made
-    chunk: int = number(2048, 1, 1 << 30)  # prompt tokens that are computed at once
-    # decoding steps between two looks at their tokens; 0: 16 on CUDA, 1 on the CPU
+    slots: int = number(256, 1, 1 << 20)  # most samples that are decoded at once
+    page_size: int = number(128, 1, 1 << 20)  # tokens per page; on CUDA a multiple of 128
+    pages: int = number(0, 0, 1 << 24)  # pages of the pool; 0: as many as fit into `memory`
+    memory: float = 0.5  # share of the memory that is free when the pool is made
+    chunk: int = number(2048, 1, 1 << 30)  # most prompt tokens that are computed at once
+    # decoding steps after which the host looks at the tokens; 0: 16 on CUDA, 1 on the CPU
     steps: int = number(0, 0, 1 << 20)
-    # the blocks of decoding steps and, unless ranks share the model, the choice of tokens
+    # compile the blocks of decoding steps and, unless ranks share the model, the choice of tokens
     compile: bool = False
 
 
@@ -233,55 +251,60 @@ class GRPO:
     weights once for every batch.global of them.
     """
 
-    prompts: int = number(16, 1, 1 << 24)  # problems per step
-    group: int = number(8, 1, 1 << 24)  # responses to each of them
-    # exact, math, math_verify (symbolic, slower; pip install 'minitrain[math]'), or a function of
-    # one's own as package.module:name (see grpo/rewards.py)
+    prompts: int = number(16, 1, 1 << 24)  # prompts per step
+    group: int = number(8, 1, 1 << 24)  # responses to each prompt
+    # exact, math, math_verify (symbolic, slower; pip install -e '.[math]'), or your own function as
+    # package.module:name (see grpo/rewards.py)
     reward: str = "exact"
-    # of the lines of data.path; default: the first usual name in a line (data/chat/problems.py)
+    # key of the prompt in the lines of data.path; default: the first usual name in a line
+    # (data/chat/problems.py)
     prompt_key: str = ""
-    answer_key: str = ""  # of the lines of data.path, too: what the reward compares with
-    mock_digits: int = number(4, 1, 1000)  # data.kind=mock: length of the texts to reverse
-    # taken off a reward: the mean of its group, with or without itself
+    answer_key: str = ""  # key of the answer, with which the reward compares; default: likewise
+    mock_digits: int = number(4, 1, 1000)  # length of the texts to reverse, with data.kind=mock
+    # what is subtracted from a reward: the mean of its group, with or without itself
     baseline: Literal["group", "leave_one_out"] = "leave_one_out"
     std_scaling: bool = True  # divide advantages by the standard deviation of their group
-    # of probabilities now and when the step began, for each token or as a mean over its response
+    # ratio of probabilities, now and when the step began: for each token, or a mean over its
+    # response
     ratio: Literal["token", "sequence"] = "token"
-    # what limits that ratio: see grpo/objective.py
+    # how the loss limits the ratio: see grpo/objective.py
     surrogate: Literal["clip", "cispo", "reinforce"] = "clip"
-    clip_low: float = number(0.2, 0, RATIO)  # the ratio's limits are 1 - clip_low ...
-    clip_high: float = number(0.2, 0, RATIO)  # ... and 1 + clip_high
-    # where advantages are negative, the loss is at most so many times them; null: no limit
+    clip_low: float = number(0.2, 0, MAX_RATIO)  # the ratio's lower limit is 1 - clip_low
+    clip_high: float = number(0.2, 0, MAX_RATIO)  # the ratio's upper limit is 1 + clip_high
+    # caps the loss of tokens with negative advantage at this multiple of |A|; null: no cap
     dual_clip: float | None = None
-    # what counts alike in a step's mean loss: tokens, or responses
+    # what has equal weight in a step's mean loss: each token (token, constant), or each response
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    # weight of the divergence from the initial policy; with adapters, from the base model
+    # weight of the KL divergence from the initial policy; with adapters, from the base model
     kl: float = number(0.0, 0)
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # of that divergence (Schulman's k1, k2, k3)
-    # correct for what differs between sampler and trainer: limit a token's weight, or leave it out
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # Schulman's estimator of it
+    # correction for what differs between sampler and trainer: move a token's weight to the limit
+    # that it exceeds (truncate), or leave out the token (mask) or its response (sequence-mask)
     importance: Literal["none", "truncate", "mask", "sequence-mask"] = "none"
-    # below it a weight is raised to it, or with mask left out
-    importance_low: float = number(0.0, 0, RATIO)
-    # above it a weight is lowered to it, or with mask left out; 1e9 is above any
-    importance_high: float = number(2.0, 0, RATIO)
-    # above 1: groups without a signal are replaced, in up to so many rounds of sampling (DAPO)
+    # lower limit of the importance weights: below it a weight is raised to it, or left out (mask)
+    importance_low: float = number(0.0, 0, MAX_RATIO)
+    # upper limit of the importance weights: above it a weight is lowered to it, or left out (mask);
+    # 1e9 is above any
+    importance_high: float = number(2.0, 0, MAX_RATIO)
+    # most rounds of sampling per step; above 1, groups without a signal are replaced (DAPO)
     generations: int = number(1, 1, 1000)
-    # the last tokens before a response would be cut off, over which the reward falls
+    # number of tokens before a response would be cut off, over which the reward falls
     overlong_buffer: int = number(0, 0)
-    overlong_penalty: float = number(1.0, 0)  # by this much
+    overlong_penalty: float = number(1.0, 0)  # by how much the reward falls over these tokens
     overlong_filter: bool = False  # leave truncated responses out of the loss
-    # 1: sample with weights one step old, so that sampling and training can overlap
+    # age of the sampler's weights in steps; 1: sampling and training can overlap
     lag: Literal[0, 1] = 0
-    # the last ranks only sample, the others only train (needs lag=1); 0: all do both
+    # number of ranks, the last ones, that only sample while the others only train (needs lag=1);
+    # 0: all do both
     generation_ranks: int = number(0, 0)
     keep_cache: bool = False  # keep the sampler's KV cache while its rank trains
-    # sampling, log-probabilities and training leave each other their memory (grpo/offload.py)
+    # free what sampling, log-probabilities and training do not use in turn (grpo/offload.py)
     offload: bool = False
-    # of supervised training on the answers, before the first step
+    # steps of supervised training on the answers, before the first step of GRPO
     warmup_steps: int = number(0, 0, 1 << 20)
-    warmup_lr: float = number(1e-3, 0)  # the learning rate of that
-    eval_samples: int = number(8, 1, 1 << 20)  # per held-out prompt, for pass@k
-    # steps whose responses stay in out_dir/rollouts, the newest ones; 0: all
+    warmup_lr: float = number(1e-3, 0)  # learning rate of these steps
+    eval_samples: int = number(8, 1, 1 << 20)  # samples per held-out prompt, for pass@k
+    # number of newest steps whose responses stay in out_dir/rollouts; 0: all
     keep_rollouts: int = number(100, 0)
 
 
@@ -289,9 +312,11 @@ class GRPO:
 class DPO:
     """Learning from pairs of replies: see training/dpo.py."""
 
-    beta: float = number(0.1, 1e-6)  # higher: the model stays closer to the one it starts from
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # DPO's, or IPO's square around a margin
-    length_normalized: bool = False  # log-probabilities are means over a reply's tokens
+    beta: float = number(0.1, 1e-6)  # strength of the pull to the initial model
+    # DPO's log-sigmoid, or IPO's squared distance to a margin
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    # use the mean of a reply's log-probabilities over its tokens in place of their sum
+    length_normalized: bool = False
 
 
 DECODER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -303,23 +328,24 @@ TARGETS = DECODER_TARGETS + WAN_TARGETS
 class Lora:
     """Low-rank adapters; with them, whatever the task, only they are trained.
 
-    Dropout of the adapters' input (pre) is as in peft, of their update (post) as NeMo AutoModel has
-    it by default: that keeps no second copy of the input.
+    Dropout of the adapters' input (pre) is that of peft. Dropout of their update (post), the
+    default of NeMo AutoModel, needs no second copy of the input.
     """
 
-    rank: int = number(16, 1, LARGEST_RANK)  # of the matrices A and B
-    alpha: float = number(32.0, 0, LARGEST_ALPHA)  # updates are scaled by alpha / rank
-    # the share of channels that adapters do not see, in training; which, depends on the ranks: a run
-    # that continues on another number of them draws others
+    rank: int = number(16, 1, MAX_LORA_RANK)  # rank of the matrices A and B
+    alpha: float = number(32.0, 0, MAX_LORA_ALPHA)  # scales the update by alpha / rank
+    # share of the channels that adapters drop in training; which channels depends on the number of
+    # ranks, so a run that continues on another number of them draws others
     dropout: float = 0.0
-    dropout_position: Literal["pre", "post"] = "pre"  # of the adapters' input, or of their update
-    rslora: bool = False  # by alpha / sqrt(rank)
-    # names of Linears, or the ends of them
-    targets: list[str] = field(default_factory=lambda: list(TARGETS))
-    # of A and B as they are stored; they compute in the type of their input
+    # what is dropped: channels of the adapters' input (pre), or of their update (post)
+    dropout_position: Literal["pre", "post"] = "pre"
+    rslora: bool = False  # scale the update by alpha / sqrt(rank) instead
+    # names of the Linears that get adapters, or the ends of these names
+    targets: list[str] = setting(default_factory=lambda: list(TARGETS))
+    # type in which A and B are stored; they compute in the type of their input
     dtype: Literal["fp32", "bf16"] = "fp32"
-    # what to start from, a folder in PEFT's format or a file of Wan's adapters (formats/peft.py),
-    # whose rank, alpha, rslora and targets then hold
+    # adapters to start from: a folder in PEFT's format or a file of Wan's adapters
+    # (formats/peft.py); their rank, alpha, rslora and targets replace those given here
     path: str = ""
 
     @property
@@ -329,32 +355,32 @@ class Lora:
 
 @dataclass(frozen=True)
 class Diffusion:
-    """Drawing and weighing of sigmas.
+    """How sigmas are drawn, and how losses are weighted by them.
 
-    sampling, of u between 0 and 1: uniform; logit_normal, sigmoid(mean + std * normal); mode, heavy
-    at both ends if mode_scale > 0 (both Esser et al. 2024, section 3.1); mixed, logit_normal but
-    for a uniform_share of the samples.
-    shift: then sigma = shift u / (1 + (shift - 1) u), more noise for larger videos.
-    weighting: none; linear, 1 + shift sigma; bell, exp(-2 (sigma - 1/2)^2) less its minimum, of
-    mean 1 over evenly spaced u (DiffSynth); sigma_sqrt, sigma^-2, and cosmap, 2 / (pi (1 - 2 sigma +
-    2 sigma^2)), of Stable Diffusion 3 (diffusers).
+    sampling draws u between 0 and 1. uniform: evenly. logit_normal: sigmoid(mean + std * normal).
+    mode: more often at both ends if mode_scale > 0 (both Esser et al. 2024, section 3.1). mixed:
+    uniform for uniform_share of the samples, logit_normal for the rest.
+    shift makes sigma = shift u / (1 + (shift - 1) u) of it.
+    weighting, of a sample's loss. linear: 1 + shift sigma. bell: exp(-2 (sigma - 1/2)^2) less its
+    minimum, scaled to mean 1 over evenly spaced u (DiffSynth). sigma_sqrt: sigma^-2, and cosmap:
+    2 / (pi (1 - 2 sigma + 2 sigma^2)), both of Stable Diffusion 3 (diffusers).
     """
 
-    # the distribution of u, from which sigmas are made: see above
+    # distribution of u, from which sigmas are made: see above
     sampling: Literal["uniform", "logit_normal", "mode", "mixed"] = "uniform"
-    mean: float = 0.0  # of logit_normal and mixed
-    std: float = 1.0  # of logit_normal and mixed
-    mode_scale: float = 1.29  # of mode
-    uniform_share: float = 0.1  # of mixed
-    shift: float = 3.0  # above 1: more noise, as larger videos need
-    sigma_min: float = 0.0  # only sigmas of at least this are drawn ...
-    # ... and at most this, as often one beside the other as without limits
-    sigma_max: float = 1.0
-    # of a sample's loss, by its sigma
+    mean: float = 0.0  # mean of the normal in logit_normal and mixed
+    std: float = 1.0  # standard deviation of the normal in logit_normal and mixed
+    mode_scale: float = 1.29  # weight of both ends in mode
+    uniform_share: float = 0.1  # share of the samples that mixed draws uniformly
+    shift: float = 3.0  # moves sigmas; above 1, to more noise, as larger videos need
+    sigma_min: float = 0.0  # the distribution of sigmas is truncated to [sigma_min, sigma_max]
+    sigma_max: float = 1.0  # the distribution of sigmas is truncated to [sigma_min, sigma_max]
+    # weight of a sample's loss, by its sigma: see above
     weighting: Literal["none", "linear", "bell", "sigma_sqrt", "cosmap"] = "none"
-    # what counts alike in a step: each video, or each element, so a video by its size
+    # what has equal weight in a step's loss: each video, or each element of all videos
     reduction: Literal["sample", "element"] = "sample"
-    # the share without their text, which classifier-free guidance needs (Ho & Salimans 2022)
+    # share of the samples that lose their text, as classifier-free guidance needs (Ho & Salimans
+    # 2022)
     text_dropout: float = 0.1
 
 
@@ -362,41 +388,42 @@ class Diffusion:
 class Config:
     """A run."""
 
-    model: Model = field(default_factory=Model)
-    # how it is trained, and on what
+    model: Model = setting(default_factory=Model)
+    # how the model is trained; lora is sft with adapters (see `lora`)
     task: Literal["pretrain", "sft", "diffusion", "lora", "grpo", "dpo"] = "pretrain"
     steps: int = number(100, 1)  # updates of the weights
-    epochs: float = number(0.0, 0)  # above 0, in place of steps: passes over the data
-    seed: int = number(0, 0, 2**63 - 1)  # of weights, order of the data and dropout
-    out_dir: str = "out/run"  # for checkpoints, metrics and the result
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
-    data: Data = field(default_factory=Data)
-    batch: Batch = field(default_factory=Batch)
-    parallel: Parallel = field(default_factory=Parallel)
-    # bf16: fp32 weights, computed with in bf16; fp8: the same, with the blocks' matrix products in
-    # FP8; bf16-pure: also stored in bf16, as are gradients: rounding their sum over 64
-    # micro-batches costs 0.8 %, as much as bf16's products do, unless
-    # parallel.reshard_after_forward=false or replicas let two ranks or more add them up in
-    # parallel.reduce
+    epochs: float = number(0.0, 0)  # passes over the data; above 0, they replace `steps`
+    seed: int = number(0, 0, 2**63 - 1)  # seed of weights, order of the data and dropout
+    out_dir: str = "out/run"  # folder for checkpoints, metrics and the result
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where to run; auto: a GPU if there is one
+    data: Data = setting(default_factory=Data)
+    batch: Batch = setting(default_factory=Batch)
+    parallel: Parallel = setting(default_factory=Parallel)
+    # types that weights are stored and computed in. bf16: stored in fp32, computed in bf16. fp8:
+    # as bf16, with the blocks' matrix products in FP8. bf16-pure: stored and computed in bf16.
+    # Its gradients are bf16, too, and rounding their sum over 64 micro-batches costs 0.8 %, as
+    # much as products in bf16 do. With parallel.reshard_after_forward=false or replicas, two
+    # ranks or more sum them in the type of parallel.reduce
     precision: Literal["fp32", "bf16", "bf16-pure", "fp8"] = "fp32"
-    fp8: Fp8 = field(default_factory=Fp8)
-    optim: Optim = field(default_factory=Optim)
-    # with it, whatever the task, only adapters are trained; task=lora is sft with them
+    fp8: Fp8 = setting(default_factory=Fp8)
+    optim: Optim = setting(default_factory=Optim)
+    # low-rank adapters; if they are set, only they are trained, whatever the task
     lora: Lora | None = None
-    diffusion: Diffusion = field(default_factory=Diffusion)
-    rollout: Rollout = field(default_factory=Rollout)
-    grpo: GRPO = field(default_factory=GRPO)
-    dpo: DPO = field(default_factory=DPO)
-    compile: bool = False  # torch.compile, block by block
-    # of activations, none or a block every n: see parallel/recompute.py
+    diffusion: Diffusion = setting(default_factory=Diffusion)
+    rollout: Rollout = setting(default_factory=Rollout)
+    grpo: GRPO = setting(default_factory=GRPO)
+    dpo: DPO = setting(default_factory=DPO)
+    compile: bool = False  # compile the model with torch.compile, block by block
+    # which activations are recomputed; n: those of every n-th block (see parallel/recompute.py)
     recompute: Literal["none", "full", "attention", "selective"] | int = "none"
-    validation: Validation = field(default_factory=Validation)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    metrics: Metrics = field(default_factory=Metrics)
-    profile: Profile = field(default_factory=Profile)
-    deterministic: bool = False  # bitwise reproducible: see run/launch/start.py
-    # false: FlashAttention and FlexAttention where cuDNN's kernels are wrong (reported for some B200)
+    validation: Validation = setting(default_factory=Validation)
+    checkpoint: Checkpoint = setting(default_factory=Checkpoint)
+    metrics: Metrics = setting(default_factory=Metrics)
+    profile: Profile = setting(default_factory=Profile)
+    deterministic: bool = False  # make runs bitwise reproducible (see run/launch/start.py)
+    # use cuDNN's attention; false: FlashAttention and FlexAttention, where cuDNN's kernels are wrong
+    # (reported for some B200)
     cudnn_attention: bool = True
-    # how long a rank waits for the others in a collective before it gives up
+    # seconds that a rank waits for the others in a collective before it gives up
     timeout_s: float = number(600.0, 1, 1000000)
-    reference: dict = field(default_factory=dict)  # published figures of the same row
+    reference: dict = setting(default_factory=dict)  # published figures for this config

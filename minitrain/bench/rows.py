@@ -190,7 +190,7 @@ def published_file(reference: dict) -> Path | None:
     Raises InputError for a reference that cites a table, but none of its rows.
     """
     line = re.compile(rf"^ +id: {re.escape(str(reference.get('id')))}$", re.MULTILINE)
-    for folder in (*TABLES, ONE_GPU):
+    for folder in TABLES:
         for file in (CONFIGS / folder).glob("*.yaml"):
             if line.search(file.read_text(encoding="utf-8")):
                 return file

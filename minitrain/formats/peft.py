@@ -58,7 +58,7 @@ from minitrain.models.lora import (
 from minitrain.models.wan_config import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import local_shard
-from minitrain.settings import LARGEST_ALPHA, LARGEST_RANK, Lora
+from minitrain.settings import MAX_LORA_ALPHA, MAX_LORA_RANK, Lora
 
 # keys of adapter_config.json
 TARGETS = ("target_modules", "target_parameters")
@@ -132,10 +132,10 @@ def _sizes(raw: dict) -> list[tuple]:
     usual = raw.get("r"), raw.get("lora_alpha")
     special = [(ranks.get(name, usual[0]), alphas.get(name, usual[1])) for name in ranks | alphas]
     for rank, alpha in (usual, *special):
-        if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
-            raise InputError(f"r={rank!r} must be a whole number from 1 to {LARGEST_RANK:,}")
+        if type(rank) is not int or not 1 <= rank <= MAX_LORA_RANK:
+            raise InputError(f"r={rank!r} must be a whole number from 1 to {MAX_LORA_RANK:,}")
         # nan is not
-        if type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:
+        if type(alpha) not in (int, float) or not abs(alpha) <= MAX_LORA_ALPHA:
             raise InputError(f"lora_alpha={alpha!r} must be a number")
     return [usual, *special]
 

@@ -73,7 +73,9 @@ def pack_micro_batches(
 
 def enough_for_pipeline(parallel: Parallel, count: int) -> int:
     """Return `count`, or the next larger number that the pipeline's schedule accepts."""
-    return next(n for n in itertools.count(count) if not pipeline_needs(parallel, n))
+    return next(
+        n for n in itertools.count(count) if not pipeline_needs(parallel.schedule, parallel.pp, n)
+    )
 
 
 def response_sample(rollout: Response, advantage: float, config: Config) -> Example:

@@ -23,7 +23,6 @@ from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.grpo.weight_sync import Shards
 from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
-from minitrain.parallel.collectives import sum_over
 from minitrain.parallel.context import local_tokens
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.shards import full_tensor, local_shard, to_local
@@ -31,9 +30,9 @@ from minitrain.settings import Config
 from minitrain.training.adamw import random_bits, round_stochastically
 from minitrain.training.build import build_model
 from minitrain.training.log_probs import label_log_probs
-from minitrain.training.loop import Trainer, forward_backward, is_finite
+from minitrain.training.loop import Trainer, apply_update, is_finite
 from minitrain.training.objectives import LanguageModeling
-from minitrain.training.optim import clip_gradients, make_optimizer, update_weights
+from minitrain.training.optim import make_optimizer
 from minitrain.training.packing import Batch
 
 
@@ -63,7 +62,7 @@ class PolicyTrainer:
         self.device = self.trainer.device
         self.reference: Module | None = None
 
-    # -------------------------------------------------------------------------------------------------------- training
+    # --- training
 
     def learn(self, groups: list[Group], step: int) -> dict[str, float]:
         """Run one update per batch.global responses; return the step's metrics.
@@ -99,7 +98,7 @@ class PolicyTrainer:
             }
             numbers["lr"] = self.trainer.optimizer.param_groups[0]["lr"]
             numbers["skipped"] = sum(not is_finite(result) for result in results)
-            return numbers | self.trainer.objective.metrics(self.total)
+            return numbers | self.trainer.objective.metrics(self.trainer.total)
 
     def batches(self, samples: list[Example]) -> list[Batch]:
         """Return this rank's micro-batches of the samples, values [micro, seq / cp].
@@ -131,34 +130,28 @@ class PolicyTrainer:
         """Return the reference model's parameters, each [...]; none if there is no such model."""
         return [] if self.reference is None else list(self.reference.parameters())
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor [...] over all ranks; those with tensor parallelism have equal ones."""
-        # over ranks with other tokens, then over stages, of which only the last has numbers
-        return sum_over(self.meshes.pp, sum_over(self.meshes.loss, tensor.to(self.device)))
-
     def warm_up(self, problems: ProblemSet) -> float:
         """Train on right replies with an optimizer of its own; return the last loss.
 
         GRPO needs a policy that is right now and then; a model with initial weights never is.
         """
-        config = self.config
-        model = self.model
-        optimizer = make_optimizer(
-            model, dataclasses.replace(config.optim, lr=config.grpo.warmup_lr)
-        )
+        # the average of the weights begins after warming up
+        optim = dataclasses.replace(self.config.optim, lr=self.config.grpo.warmup_lr, ema=0.0)
+        config = dataclasses.replace(self.config, optim=optim)
+        optimizer = make_optimizer(self.model, optim)
+        objective = LanguageModeling()
         loss = torch.zeros(())
         for step in range(config.grpo.warmup_steps):
             chosen = problems.take(step * config.batch.global_, config.batch.global_)
             batches = self.batches(
                 [reply_sample(problem.prompt, problem.reply) for problem in chosen]
             )
-            loss = forward_backward(model, LanguageModeling(), batches, self.meshes, self.device)
-            norm = clip_gradients(list(model.parameters()), config.optim.clip, self.meshes.pp)
-            update_weights(optimizer, loss.isfinite() & norm.isfinite())
-            optimizer.zero_grad(set_to_none=True)
+            loss = apply_update(
+                self.model, optimizer, objective, batches, self.meshes, config, step
+            )["loss"]
         return loss.item()
 
-    # ------------------------------------------------------------------------------------------- weights that are kept
+    # --- weights that are kept
 
     def keep_reference(self, checkpointer, resumed: bool = False) -> None:
         """Make the reference model from the current weights, and save it by `checkpointer`, if any.

@@ -117,7 +117,7 @@ def region(shard: tuple[Tensor, Slices], box: Box) -> Tensor:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------- the plan
+# --- the plan
 
 
 def boxes_of(shards: Shards) -> dict[str, tuple[Box, torch.dtype]]:

@@ -2,11 +2,11 @@
 
 Here: shapes as data (decoder_config, wan_config, limits) and the published ones (zoo); the
 language model (decoder, with attention, mla, moe, router, mamba, layers, rope_scaling) and the
-diffusion transformer (wan, video); kernels (flex, grouped_mm, quantize); variants of nn.Linear
-(lora, fp8); cpu.py, the only file that knows a CPU's library.
+diffusion transformer (wan, video); kernels (flex, grouped_mm, quantize); variants of modules
+(variants; lora, fp8); cpu.py, the only file that knows a CPU's library.
 Not here: processes, meshes, losses, files. Models name the points where those take hold: see the
-head of layers.py, in three ways of changing a model.
+head of variants.py, the three ways of changing a model.
 
-To read: layers, attention, decoder; then what the model at hand has, moe with router, mla, mamba.
+To read: layers, variants, attention, decoder; then what the model at hand has, moe with router, mla, mamba.
 lora and fp8 last.
 """

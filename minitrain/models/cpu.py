@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from minitrain.models.layers import base_class, set_variant
+from minitrain.models.variants import base_class, set_variant
 
 
 def amd_family(cpuinfo: str) -> int:

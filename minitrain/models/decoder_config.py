@@ -123,7 +123,7 @@ class DecoderConfig:
     # --- latent attention
 
     kv_lora_rank: int = 0  # of keys and values; above 0: this group is used, not head_dim
-    q_lora_rank: int = 0  # of queries; 0: they are projected at once
+    q_lora_rank: int = 0  # of queries; at least 1 with latent attention
     qk_nope_head_dim: int = 0  # channels of queries and keys that are not rotated
     qk_rope_head_dim: int = 0  # channels of queries and keys that are rotated
     v_head_dim: int = 0  # channels of values

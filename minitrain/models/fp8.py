@@ -48,9 +48,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.layers import base_class, in_tuples, set_variant
 from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, quantize
+from minitrain.models.variants import base_class, in_tuples, set_variant
 
 # FP8 units take sizes that are multiples of it
 ALIGNMENT = 16
@@ -124,7 +124,7 @@ class Fp8Linear(nn.Linear):
     def together(linears: "list[Fp8Linear]", x: Tensor) -> list[Tensor] | None:
         """Return the outputs [..., out] for x [..., in], rounded and transposed once for all.
 
-        None if they are not all in FP8, or some have adapters: see `project` in layers.py.
+        None if they are not all in FP8, or some have adapters: see `project` in variants.py.
         """
         if all(type(linear) is Fp8Linear for linear in linears):
             return fp8_linears(linears, x)

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from minitrain.errors import InputError
 from minitrain.models.grouped_mm import grouped_mm
-from minitrain.models.layers import base_class, in_tuples, set_variant
 from minitrain.models.moe import Experts
+from minitrain.models.variants import base_class, in_tuples, set_variant
 from minitrain.settings import TARGETS, Lora
 
 ADAPTER_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -207,7 +207,7 @@ class LoraLinear(nn.Linear):
     def together(self, linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
         """Return the outputs [..., out] for x [..., in], which is read once for all adapters.
 
-        None if each Linear applies its own dropout to x, or none. See `project` in layers.py.
+        None if each Linear applies its own dropout to x, or none. See `project` in variants.py.
         """
         one_by_one = dropout_active(self.lora, "pre") or not self.is_adapted
         return None if one_by_one else adapted_linears(linears, x)

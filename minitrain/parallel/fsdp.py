@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 
-from minitrain.models.layers import KeepsFP32
+from minitrain.models.variants import KeepsFP32
 
 
 def shard(

@@ -66,7 +66,10 @@ def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
     if meshes.experts is not None:
         expert_parallel(model, meshes.experts["ep"])
     if meshes.tp.size() > 1:
-        (tensor_parallel_wan if isinstance(model, Wan) else tensor_parallel)(model, meshes.tp)
+        if isinstance(model, Wan):
+            tensor_parallel_wan(model, meshes.tp)
+        else:
+            tensor_parallel(model, meshes.tp)
     if meshes.cp.size() > 1:
         context_parallel(model, meshes.cp, config.parallel.context)
     if config.recompute != "none":

@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     in_rounds: bool = False
 
 
-# One of one's own needs a line here, and its name in settings.py.
+# To add your own schedule, add a line here, and its name in settings.py.
 SCHEDULES = {
     "GPipe": Schedule(TORCH + "GPipe", stages=1, all_at_once=True),
     "1F1B": Schedule(TORCH + "1F1B", stages=1, least=1),
@@ -92,13 +92,15 @@ def local_stages(parallel: "Parallel", layers: int, rank: int) -> dict[int, dict
     return {n: part for n, part in enumerate(parts) if rank_of(n, parallel.pp, v_shaped) == rank}
 
 
-def pipeline_needs(p: "Parallel", micro_batches: int) -> str | None:
-    """Return words for the micro-batches that the schedule needs, None if it can run so many."""
-    schedule = SCHEDULES[p.schedule]
-    least = max(1, schedule.least * p.pp)
-    rounds = max(1, micro_batches // p.pp) if schedule.in_rounds else 1
-    if p.pp > 1 and micro_batches < least:
+def pipeline_needs(schedule: str, ranks: int, micro_batches: int) -> str | None:
+    """Return words for the micro-batches that a schedule needs, or None if it accepts this number."""
+    if ranks == 1:
+        return None
+    needs = SCHEDULES[schedule]
+    least = max(1, needs.least * ranks)
+    rounds = max(1, micro_batches // ranks) if needs.in_rounds else 1
+    if micro_batches < least:
         return f"at least {least}"
-    if p.pp > 1 and micro_batches % rounds:
-        return f"a multiple of {p.pp}, or fewer than {2 * p.pp},"
+    if micro_batches % rounds:
+        return f"a multiple of {ranks}, or fewer than {2 * ranks},"
     return None

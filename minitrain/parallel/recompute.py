@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from minitrain.models.layers import set_variant
+from minitrain.models.variants import set_variant
 from minitrain.parallel.collectives import operators
 
 _ops = torch.ops.aten

@@ -68,8 +68,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import Module
 
-from minitrain.models.layers import set_variant
+from minitrain.errors import InputError
 from minitrain.models.quantize import E4M3, E5M2, cast, dequantize, largest, power_of_two_scale
+from minitrain.models.variants import set_variant
 from minitrain.parallel import collectives
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 
@@ -84,11 +85,15 @@ def split_block(
     """Split a block in place over the 1-D `mesh`.
 
     Afterwards it takes and returns [batch, seq / tp, hidden].
-    column, row: suffixes of the names of column-parallel and row-parallel modules. Others, and
-        those of a misspelled suffix, are replicated.
+    column, row: suffixes of the names of column-parallel and row-parallel modules. Others are
+        replicated. Raises InputError for a suffix that no name has.
     parts: modules of the block, such as attention and MLP. Each has one row-parallel Linear, and
         two exchange points: `gather` takes its input, `reduce` its output.
     """
+    for suffix in set(column + row) - set(present(block, column + row)):
+        raise InputError(
+            f"no module of a {type(block).__name__} has a name that ends in {suffix!r}"
+        )
     all_gather, reduce_scatter = along_sequence(mesh)
     for name, module in block.named_modules():
         placement = Replicate()
@@ -109,6 +114,12 @@ def split_block(
         part.reduce = partial(reduce_scatter, in_fp8=in_fp8)
     # FSDP's own hook, which gathers the weights, goes before it
     block.register_forward_pre_hook(use_local_tensors)
+
+
+def present(block: Module, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those suffixes that names of the block's modules end in: blocks differ in a hybrid."""
+    names = [name for name, _ in block.named_modules()]
+    return tuple(each for each in suffixes if any(name.endswith(each) for name in names))
 
 
 def only_multiplies_in_fp8(linear: nn.Linear) -> bool:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from minitrain.models.layers import set_variant
+from minitrain.models.variants import set_variant
 from minitrain.parallel.mesh import local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.parallel.tensor import along_sequence, split_block, split_embedding
+from minitrain.parallel.tensor import along_sequence, present, split_block, split_embedding
 
 if TYPE_CHECKING:
     from minitrain.models.attention import GroupedQueryAttention
@@ -81,7 +81,7 @@ def split_decoder_block(
         split_experts(mlp, mesh, all_gather, reduce_scatter)
         mlp = mlp.shared_experts
     parts = [part for part in (attention, block.mamba, mlp) if part is not None]
-    split_block(block, mesh, COLUMN, ROW, parts)
+    split_block(block, mesh, present(block, COLUMN), present(block, ROW), parts)
     if hasattr(attention, "kv_b_proj"):
         # latent attention gathers latents, which norms read: `split_block` may have chosen FP8
         attention.gather = all_gather

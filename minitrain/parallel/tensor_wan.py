@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from minitrain.models.layers import set_variant
+from minitrain.models.variants import set_variant
 from minitrain.models.video import upcast
 from minitrain.parallel.collectives import all_gather, all_reduce
 from minitrain.parallel.mesh import local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.parallel.tensor import split_block
+from minitrain.parallel.tensor import present, split_block
 
 if TYPE_CHECKING:
     from minitrain.models.wan import Wan
@@ -52,7 +52,8 @@ def tensor_parallel_wan(model: "Wan", mesh: DeviceMesh) -> None:
             if path.endswith(OVER_HEADS):
                 set_variant(module, RMSNormOverHeads)
                 module.group_name = name
-        split_block(block, mesh, COLUMN + OVER_HEADS, ROW, (block.attn1, block.attn2, block.ffn))
+        column = present(block, COLUMN + OVER_HEADS)
+        split_block(block, mesh, column, ROW, (block.attn1, block.attn2, block.ffn))
     outer = [model.patch_embedding, model.condition_embedder, model.proj_out, model.adaln]
     for unit in outer:
         for module in unit.modules():

@@ -33,7 +33,7 @@ import gc
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -94,14 +94,21 @@ class Sampler:
             check_page_size(self.settings.page_size, self.config, self.tp)
         # the most decoding steps in one schedule; the buffers hold the tokens of so many
         self.steps = min(self.settings.steps or (16 if on_cuda else 1), self.longest)
+        # the scheduler and the buffers, from the first request (`_allocate`) until `free`
         self.scheduler: Scheduler | None = None
+        self.caches: Caches | None = None
+        # rows -> the buffers of a decoding step
+        self.batches: dict[int, DecodingBatch] = {}
+        # columns of a block table
+        self.width = 0
+        self.graph_pool: tuple[int, int] | None = None
         # pages of the pool when it was last allocated
         self.page_count = 0
         # whether the caches may hold NaN or infinity: a page keeps them for its next user, whose
         # masked keys would count 0 x NaN = NaN
         self.has_nan = False
 
-    # ------------------------------------------------------------------------------------------------------ requests
+    # --- requests
 
     # caches made in inference mode could not be changed outside it: `_allocate` must be outside
     @torch.inference_mode(False)
@@ -117,26 +124,39 @@ class Sampler:
         and, with one for all, on its place in the list.
         Raises InputError for a prompt that the model or the pool cannot hold.
         """
-        shared = not isinstance(params, list | tuple)
+        with self._queued(prompts, params) as samples, self.weights.in_use():
+            while self.busy:
+                self.step()
+        return [
+            Completion(sample.produced, sample.logprobs, sample.finish_reason)
+            for sample in samples
+        ]
+
+    @contextmanager
+    def _queued(
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        params: SamplingParams | Sequence[SamplingParams],
+    ) -> Iterator[list[Sample]]:
+        """Queue all prompts inside a `with` statement; at its end, cancel what is unfinished.
+
+        So a prompt that is refused, an error and an interrupt leave nothing queued.
+        """
         if isinstance(prompts, str):
             raise InputError("prompts must be a list, of texts or of lists of token ids")
-        each = [params] * len(prompts) if shared else params
-        if len(each) != len(prompts):
+        shared = not isinstance(params, list | tuple)
+        all_params = [params] * len(prompts) if shared else params
+        if len(all_params) != len(prompts):
             raise InputError(
-                f"{len(prompts)} prompts and {len(each)} SamplingParams: give one, or one per prompt"
+                f"{len(prompts)} prompts and {len(all_params)} SamplingParams: give one, or one per prompt"
             )
         samples = []
         try:
-            for number, pair in enumerate(zip(prompts, each, strict=True)):
-                samples += self.submit(*pair, number=number if shared else 0)
-            with self.weights.in_use():
-                while self.busy:
-                    self.step()
-        except BaseException:
-            # an interrupt too must leave nothing queued
+            for number, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
+                samples += self.submit(prompt, own, number=number if shared else 0)
+            yield samples
+        finally:
             self.cancel(*samples)
-            raise
-        return [Completion(each.produced, each.logprobs, each.finish_reason) for each in samples]
 
     @torch.inference_mode(False)
     def submit(
@@ -196,19 +216,27 @@ class Sampler:
 
     def generate_text(self, prompts: Sequence, params: SamplingParams | None = None) -> list[str]:
         """Return the samples of all prompts in order as text, without the tokens that end them."""
-        samples = []
-        for number, prompt in enumerate(prompts):
-            samples += self.submit(prompt, params or SamplingParams(), number)
-        return ["".join(self.follow(sample)) for sample in samples]
+        with self._queued(prompts, params or SamplingParams()) as samples:
+            return ["".join(self.follow(sample)) for sample in samples]
 
     def stream(
         self, prompt: Sequence[int] | str, params: SamplingParams | None = None
     ) -> Iterator[str]:
-        """Return the text that follows a prompt in pieces, each as soon as it is certain."""
-        return self.follow(*self.submit(prompt, params or SamplingParams()))
+        """Yield the text that follows a prompt in pieces, each as soon as it is certain.
+
+        The prompt is submitted when the first piece is asked for. Raises InputError as `submit`
+        does, and for more than one sample.
+        """
+        params = params or SamplingParams()
+        if params.n > 1:
+            raise InputError(f"n={params.n}: a stream is the text of one sample (use n=1)")
+        yield from self.follow(*self.submit(prompt, params))
 
     def follow(self, sample: Sample) -> Iterator[str]:
-        """Yield the text of a submitted sample as it comes, without the token that ends it."""
+        """Yield the text of a submitted sample as it comes, without the token that ends it.
+
+        If the caller stops before the end, the sample is cancelled.
+        """
         ends = (*self.ends, *sample.params.stop_tokens)
 
         def tokens() -> Iterator[int]:
@@ -220,8 +248,13 @@ class Sampler:
                 seen += len(new)
                 yield from (token for token in new if token not in ends)
 
-        with self.weights.in_use():
-            yield from stream(self.tokenizer, tokens(), sample.prompt)
+        try:
+            if self.tokenizer is None:
+                raise InputError("text of samples needs a sampler with a tokenizer")
+            with self.weights.in_use():
+                yield from stream(self.tokenizer, tokens(), sample.prompt)
+        finally:
+            self.cancel(sample)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -281,7 +314,7 @@ class Sampler:
         self.weights.refresh()
         self.scheduler = None
         self.caches = None
-        self.batches = None
+        self.batches = {}
         self.has_nan = False
         if self.device.type == "cuda":
             # the compiler leaves reference cycles, which hold a kernel's first inputs: pools
@@ -293,7 +326,7 @@ class Sampler:
                 "the sampler has unfinished requests: step until it is not busy, or cancel them"
             )
 
-    # --------------------------------------------------------------------------------------------------------- steps
+    # --- steps
 
     @property
     def compiles_prefill(self) -> bool:
@@ -379,7 +412,7 @@ class Sampler:
                 return True
         return False
 
-    # ------------------------------------------------------------------------------------------------------- buffers
+    # --- buffers
 
     def _allocate(self) -> None:
         settings = self.settings
@@ -395,7 +428,6 @@ class Sampler:
         self.caches = Caches(self.config, pages.count, size, self.slots + 1)
         # columns of a block table: a sample's most pages, and the null page for positions beyond
         self.width = min(pages.needed(self.longest - 1), pages.count) + 1
-        self.batches: dict[int, DecodingBatch] = {}
         self.graph_pool = self._new_graph_pool()
 
     def _new_graph_pool(self) -> tuple[int, int] | None:
@@ -413,10 +445,10 @@ class Sampler:
                 self.weights,
                 self.caches,
                 rows,
-                self.width,
-                self.steps,
-                self.compiles,
-                self.settings.compile,
-                self.graph_pool,
+                width=self.width,
+                steps=self.steps,
+                compiles_blocks=self.compiles,
+                compiles_sampling=self.settings.compile,
+                graph_pool=self.graph_pool,
             )
         return self.batches[rows]

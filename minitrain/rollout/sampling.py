@@ -116,7 +116,7 @@ class Completion:
     finish_reason: str
 
 
-# ---------------------------------------------------------------------------------------- noise
+# --- noise
 
 
 def sample_key(seed: int, number: int, sample: int) -> int:
@@ -164,7 +164,7 @@ def divide_by_noise(weights: Tensor, keys: Tensor, first: int, chunk: int | None
     return weights
 
 
-# ------------------------------------------------------------------------------------- sampling
+# --- sampling
 
 
 @dataclass

@@ -201,7 +201,7 @@ class Scheduler:
         while self.resident or self.running:
             self._preempt()
 
-    # --------------------------------------------------------------------------------------------------------- prefills
+    # --- prefills
 
     def _expected(self) -> int:
         """Return how many rows will be taken once all resident prefills are done."""
@@ -270,7 +270,7 @@ class Scheduler:
                 left -= tokens
         return chunks
 
-    # -------------------------------------------------------------------------------------------------------- samples
+    # --- samples
 
     def _admit(self, prefill: Prefill, work: Schedule) -> None:
         """Move the next sample of a finished prefill into the batch."""

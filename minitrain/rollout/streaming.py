@@ -1,4 +1,4 @@
-"""Tokens to text while they come."""
+"""Detokenize incrementally."""
 
 from collections.abc import Iterable, Iterator
 

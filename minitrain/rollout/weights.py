@@ -8,7 +8,7 @@ would recompile for the sampler's shapes. Linears with the same input are one pr
     CUDA        Their matrices are moved side by side, once and for good, and read as one: fewer and
                 larger products, and no copies
 
-Both are variants of a module's class (models/layers.py). Training goes on with the classes that it
+Both are variants of a module's class (models/variants.py). Training goes on with the classes that it
 had: they are put back when sampling ends.
 """
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from minitrain.models.layers import base_class, set_variant
+from minitrain.models.variants import base_class, set_variant
 from minitrain.parallel.parts import use_local_tensors
 from minitrain.rollout.cpu import PLAIN_LINEARS, can_pack, pack, packed_linear
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.models.layers import set_variant
+from minitrain.models.variants import set_variant
 from minitrain.parallel.fsdp import unreduced_gradients
 from minitrain.parallel.pipeline_stage import Stage
 from minitrain.parallel.shards import to_local

@@ -53,7 +53,6 @@ class Trainer:
         check_objective(self.objective, config.parallel)
         self.device = meshes.device
         self.model = build(config, meshes, fill)
-        self.routers = [module for module in self.model.modules() if isinstance(module, Router)]
         self.optimizer = make_optimizer(self.model, config.optim)
 
     def prepare(self, dataset: Dataset, batches: int) -> None:
@@ -86,27 +85,19 @@ class Trainer:
     def update(self, micro_batches: list[Batch], step: int) -> dict[str, Tensor]:
         """Run one optimizer step on this rank's micro-batches, at the learning rate of `step`.
 
-        Values of micro-batches are [batch.micro, seq / cp, ...]. Returns loss and grad_norm, both
-        scalars on the device. If one is not finite, no rank changes anything: all have the same.
+        Values of micro-batches are [batch.micro, seq / cp, ...]. Returns what `apply_update` does.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.steps, self.config.optim)
-        torch.manual_seed(dropout_seed(self.config.seed, step, self.meshes))
-        loss = forward_backward(
-            self.model, self.objective, micro_batches, self.meshes, self.device
+        return apply_update(
+            self.model,
+            self.optimizer,
+            self.objective,
+            micro_batches,
+            self.meshes,
+            self.config,
+            step,
         )
-        norm = clip_gradients(
-            list(self.model.parameters()), self.config.optim.clip, self.meshes.pp
-        )
-        finite = loss.isfinite() & norm.isfinite()
-        update_weights(self.optimizer, finite)
-        if self.config.optim.ema:
-            update_averages(self.optimizer, self.config.optim, step, finite)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.routers:
-            # by 0 if the step is skipped
-            update_selection_bias(self.routers, finite, partial(sum_over, self.meshes.tokens))
-        return {"loss": loss, "grad_norm": norm}
 
     @torch.no_grad()
     def outputs(
@@ -162,6 +153,36 @@ class Trainer:
         sums = torch.stack([total, torch.full_like(total, count)])
         total, count = sum_over(self.meshes.loss, sums).tolist()
         return total / max(count, 1)
+
+
+def apply_update(
+    model: Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    micro_batches: list[Batch],
+    meshes: Meshes,
+    config: Config,
+    step: int,
+) -> dict[str, Tensor]:
+    """Run one optimizer step on this rank's micro-batches, at the optimizer's learning rate.
+
+    Values of micro-batches are [batch.micro, seq / cp, ...]. Returns loss and grad_norm, both
+    scalars on the device. If one is not finite, every rank skips the update, since all see the same
+    values.
+    """
+    optim = config.optim
+    torch.manual_seed(dropout_seed(config.seed, step, meshes))
+    loss = forward_backward(model, objective, micro_batches, meshes, meshes.device)
+    norm = clip_gradients(list(model.parameters()), optim.clip, meshes.pp)
+    finite = loss.isfinite() & norm.isfinite()
+    update_weights(optimizer, finite)
+    if optim.ema:
+        update_averages(optimizer, optim, step, finite)
+    optimizer.zero_grad(set_to_none=True)
+    if routers := [module for module in model.modules() if isinstance(module, Router)]:
+        # scaled by `finite`: a skipped step leaves the bias unchanged
+        update_selection_bias(routers, finite, partial(sum_over, meshes.tokens))
+    return {"loss": loss, "grad_norm": norm}
 
 
 def rows_once(dataset: Dataset, numbers: range) -> Batch:

@@ -1,11 +1,13 @@
 """parallel/ taken home: FSDP and tensor parallelism for a transformer that knows nothing of minitrain."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
+from minitrain.errors import InputError
 from minitrain.parallel.collectives import sum_over
 from minitrain.parallel.fsdp import shard
 from minitrain.parallel.mesh import build_meshes, local_chunk
@@ -114,6 +116,16 @@ def train():
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     total = sum_over(meshes.tokens, loss.detach().clone())
     return total, gradients, dist.get_world_size()
+
+
+def test_a_suffix_that_no_module_has_is_refused():
+    """It was replicated: right, but slow, and with all of the weight on each rank."""
+    for column, row, wrong in [
+        (("q", "k", "v", "upp"), ("o", "down"), "upp"),
+        (("q", "k", "v", "up"), ("o", "dwn"), "dwn"),
+    ]:
+        with pytest.raises(InputError, match=f"no module of a Block .* ends in '{wrong}'"):
+            split_block(Block(), None, column, row, ())
 
 
 def test_tensor_and_data_parallelism_of_a_model_of_ones_own(pool):

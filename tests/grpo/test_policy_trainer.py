@@ -21,6 +21,7 @@ from minitrain.grpo.batches import (
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rollouts import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged_weight, without_adapters
+from minitrain.models.router import Router
 from minitrain.parallel.shards import to_local
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
@@ -157,6 +158,29 @@ def test_warm_up_equals_autograd_on_single_replies():
         name: tensor - begun[name] for name, tensor in snapshot(model.named_parameters()).items()
     }
     check_close([changes], expected, 6e-5, "weights after two steps")
+
+
+def test_warm_up_balances_experts_as_other_steps_do():
+    """Oracle: the load, counted from what the routers return. None of it is left to GRPO's first update."""
+    model = {"name": "deepseek-v3-tiny", "num_layers": 2, "vocab_size": 258}
+    tree = TREE | {"model": model | {"bias_update_speed": 0.1}}
+    policy = make_policy_trainer(tree | {"grpo": {"warmup_steps": 1, "mock_digits": 4}})
+    routers = [module for module in policy.model.modules() if isinstance(module, Router)]
+    loads = {router: torch.zeros(router.num_experts) for router in routers}
+    before = {router: router.e_score_correction_bias.clone() for router in routers}
+
+    def count(router, inputs, output):
+        kept = output[0][inputs[1].flatten() >= 0].flatten()
+        loads[router] += torch.bincount(kept, minlength=router.num_experts)
+
+    for router in routers:
+        router.register_forward_hook(count)
+    policy.warm_up(open_problems(policy.config)[0])
+    assert routers
+    for router, load in loads.items():
+        assert router.load is None and load.unique().numel() > 1
+        expected = before[router] + 0.1 * torch.sign(load.mean() - load)
+        assert torch.equal(router.e_score_correction_bias, expected)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])

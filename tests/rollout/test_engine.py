@@ -817,6 +817,52 @@ def test_nothing_stays_queued_after_a_failure(monkeypatch):
     assert [each.tokens for each in found] == [uncached(model, prompt, 4) for prompt in prompts]
 
 
+def test_text_that_is_given_up_leaves_nothing_queued():
+    """Oracle: an idle sampler with all pages free, and the text of the tokens without a cache."""
+    model = make("qwen3-32b", vocab_size=258)
+    tokenizer = ByteTokenizer()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    sampler = Sampler(model, tokenizer, settings=Rollout(slots=2, page_size=4, pages=30, chunk=7))
+
+    def check_idle() -> None:
+        assert not sampler.busy
+        assert sampler.scheduler is None or sampler.scheduler.pages.available == 30
+        sampler.refresh()
+
+    # the second prompt is refused when the first one is queued already
+    for wrong in (None, [], [999]):
+        with pytest.raises(InputError, match="a prompt"):
+            sampler.generate_text([[5, 6, 7], wrong], params)
+        check_idle()
+    with pytest.raises(InputError, match="prompts must be a list"):
+        sampler.generate_text("123", params)
+    with pytest.raises(InputError, match="n=2: a stream is the text of one sample"):
+        next(sampler.stream("123", dataclasses.replace(params, n=2)))
+    check_idle()
+    # streams that are left before the first piece, and after it
+    unread = sampler.stream("123", params)
+    begun = sampler.stream("123", params)
+    next(begun)
+    assert sampler.busy
+    begun.close()
+    check_idle()
+    del unread
+    check_idle()
+    # without a tokenizer there is no text
+    mute = Sampler(model, settings=sampler.settings)
+    with pytest.raises(InputError, match="needs a sampler with a tokenizer"):
+        mute.generate_text([[5, 6, 7]], params)
+    assert not mute.busy
+    # another reader goes on
+    left = sampler.stream("456", params)
+    next(left)
+    expected = tokenizer.decode(uncached(model, [*b"123"], 6))
+    assert "".join(sampler.stream("123", params)) == expected
+    left.close()
+    assert sampler.generate_text(["123"], params) == [expected]
+    check_idle()
+
+
 def test_an_interrupted_step_counts_for_nothing():
     """Neither what layers before the interrupt have kept of its tokens, of a prompt's chunk or of decoding samples."""
     model, prompts = make("nemotron3-nano-30b-a3b"), prompts_of((9, 6))

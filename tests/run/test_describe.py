@@ -35,7 +35,10 @@ def test_the_printed_config_reads_as_the_same(file):
 def test_each_key_stands_below_its_comment_with_type_and_default():
     lines = list(annotate(from_dict({"optim": {"lr": 0.5}, "parallel": {"context": "ulysses"}})))
     place = lines.index("  lr: 0.5")
-    assert lines[place - 1] == "  # the highest of the schedule (float, default: 0.0003)"
+    assert (
+        lines[place - 1]
+        == "  # the highest learning rate of the schedule (float, default: 0.0003)"
+    )
     place = lines.index('  context: "ulysses"')
     assert " ".join(line.strip(" #") for line in lines[place - 2 : place]) == (
         "how context-parallel ranks exchange keys and values (Literal['allgather', 'ulysses'], default: \"allgather\")"
@@ -52,8 +55,8 @@ def test_comments_are_those_above_and_behind():
                 assert note.split()[0] in text and " ".join(note.split()[:3]) in " ".join(
                     text.replace("#", "").split()
                 )
-    assert comments(Optim)["states"] == "of AdamW's moments"
-    assert comments(Optim)["max_skipped"].startswith("this many steps in a row")
+    assert comments(Optim)["states"] == "type of AdamW's moments"
+    assert comments(Optim)["max_skipped"].startswith("number of steps in a row")
 
 
 def test_help_lists_sections_and_their_keys(capsys):

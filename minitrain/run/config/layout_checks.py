@@ -237,7 +237,7 @@ def _layout_faults(config: Config, world_size: int) -> Faults:
     if p.pp == 1:
         return
     count = b.global_ // (b.micro * data_ranks)
-    needed = pipeline_needs(p, count)
+    needed = pipeline_needs(p.schedule, p.pp, count)
     yield (
         needed,
         f"parallel.schedule={p.schedule} with pp={p.pp} needs {needed} micro-batches per rank and step, not "
