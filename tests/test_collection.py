@@ -49,7 +49,7 @@ def test_a_test_reaches_what_it_imports(test, file):
 
 
 def test_of_runs_the_tests_that_import_a_file():
-    said = collect("--of", "minitrain/bench/page.py", "--of", "tests/test_pool.py")
+    said = collect("--of", "minitrain/bench/report_html.py", "--of", "tests/test_pool.py")
     assert {name.partition("::")[0] for name in said.split("\n\n")[0].split("\n")} == {
         "tests/bench/test_report.py",
         "tests/test_pool.py",

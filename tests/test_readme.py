@@ -11,15 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from minitrain.bench.report import markdown
-from minitrain.bench.results import (
-    accuracy_cells,
-    held_back,
-    merge_results,
-    read_results,
-    summary,
-)
+from minitrain.bench.report import accuracy_cells, held_back, merge_results, read_results, summary
 from minitrain.bench.rows import published_rows
+from minitrain.bench.tables import markdown
 from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config.load import load
 from tests.helpers.commands import ROOT, command

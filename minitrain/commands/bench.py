@@ -36,8 +36,8 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.rows import list_one_gpu, list_rows, load_row
+from minitrain.bench.tables import calibration_line, details, table
 from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> None:
     if options.list:
         print(list_rows(), list_one_gpu(), sep="\n\n")
     elif options.report is not None:
-        from minitrain.bench.page import write_report
+        from minitrain.bench.report_html import write_report
 
         write_report([*sorted(map(str, RESULTS.rglob("*.jsonl"))), *options.report], options.out)
     else:

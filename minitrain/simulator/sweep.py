@@ -10,8 +10,8 @@ from itertools import product
 
 from tqdm import tqdm
 
-from minitrain.bench.report import in_width, sized
 from minitrain.bench.rows import load_row
+from minitrain.bench.tables import in_width, sized
 from minitrain.errors import InputError
 from minitrain.run.config.layout_checks import stated_ranks, training_ranks
 from minitrain.run.config.load import load

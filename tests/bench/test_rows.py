@@ -3,7 +3,7 @@
 import pytest
 
 from minitrain.bench import rows
-from minitrain.bench.results import held_back, merge_results, read_results, summary
+from minitrain.bench.report import held_back, merge_results, read_results, summary
 from minitrain.bench.rows import (
     CONFIGS,
     list_one_gpu,
