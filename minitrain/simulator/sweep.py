@@ -40,7 +40,7 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
             yield {"settings": settings, "error": str(error)}
 
 
-def rank(
+def rank_layouts(
     file: str,
     overrides: list[str],
     choices: list[str],
@@ -55,8 +55,10 @@ def rank(
     try:
         for result in sweep(file, overrides, choices, system):
             results.append(result)
-            told = result.get("error") or f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s/GPU"
-            print(f"{result['settings']}: {told}", flush=True)
+            outcome = (
+                result.get("error") or f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s/GPU"
+            )
+            print(f"{result['settings']}: {outcome}", flush=True)
             if "error" not in result:
                 keep(result)
     finally:
