@@ -1,4 +1,4 @@
-"""Tell a mistake in the input, which is none in the program: the one exception that means it."""
+"""InputError: a user's mistake, as opposed to a bug."""
 
 import os
 import re

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from minitrain.bench.results import Row, merge_results, predicted, read_results
+from minitrain.bench.report import Row, merge_results, predicted, read_results
 from minitrain.bench.rows import load_row
 from minitrain.run.launch.cli import CONFIGS
 from minitrain.simulator.predict import as_published, predicted_row

@@ -3,12 +3,10 @@
 import os
 from contextlib import suppress
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # read once, when torch is imported, here and in the worker processes
-)
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # read once, at the first matrix product on a GPU
+# torch reads it once, when it is imported, here and in the worker processes.
+os.environ["OMP_NUM_THREADS"] = "1"
+# cuBLAS reads it once, at the first matrix product on a GPU.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from minitrain.bench.results import held_back, merge_results, predicted, read_results
+from minitrain.bench.report import held_back, merge_results, predicted, read_results
 from minitrain.commands import curves
 from minitrain.errors import InputError
 from minitrain.run.monitor import svg

@@ -2,22 +2,18 @@
 
 import ast
 import json
+import os
 import re
 import shlex
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from minitrain.bench.report import markdown
-from minitrain.bench.results import (
-    accuracy_cells,
-    held_back,
-    merge_results,
-    read_results,
-    summary,
-)
+from minitrain.bench.report import accuracy_cells, held_back, merge_results, read_results, summary
 from minitrain.bench.rows import published_rows
+from minitrain.bench.tables import markdown
 from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config.load import load
 from tests.helpers.commands import ROOT, command
@@ -179,7 +175,31 @@ def test_first_commands_are_those_that_ci_runs():
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for words in ("pip install -e . && python bench.py", "pip install -e '.[test]' && pytest"):
         assert re.search(rf"^{re.escape(words)} ", README, re.MULTILINE)
-        assert words in ci.replace("install -q", "install")
+        assert words.replace(" && ", "\n") in ci.replace("install -q", "install")
+
+
+def test_ci_stops_at_the_first_command_that_fails(tmp_path):
+    """Stand-ins print their words, and each command of the script in turn fails."""
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    # without the part that makes an environment and moves to the clone
+    script = "set -euo pipefail\n" + script.partition("\n\n")[2]
+    names = ("pip", "pytest", "ruff", "python")
+    stand_in = tmp_path / "stand_in"
+    stand_in.write_text(
+        '#!/bin/sh\nwords="${0##*/}${*:+ $*}"\necho "$words"\n[ "$words" != "$FAILS" ]\n'
+    )
+    stand_in.chmod(0o755)
+    for name in names:
+        (tmp_path / name).symlink_to(stand_in)
+    commands = [
+        " ".join(shlex.split(line)) for line in script.splitlines() if line.startswith(names)
+    ]
+    assert len(commands) == 7
+    for number, fails in enumerate(commands, 1):
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAILS": fails}
+        done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+        assert done.returncode
+        assert done.stdout.splitlines() == commands[:number]
 
 
 def test_python_snippets_use_what_there_is(tmp_path, monkeypatch):

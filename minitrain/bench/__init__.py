@@ -7,7 +7,7 @@ Read in this order:
     breakdown   a profiled step's seconds by kind of kernel
     versus      the same step by another library, in turns; decoding: the bytes that bound a sampler
     proxy       a row on one GPU, with fewer layers; shrink: its layout at toy width, on gloo
-    report      results as lines of JSON and as tables; results: beside all rows; page: as HTML
+    tables      results as lines of JSON and as tables; report: beside all rows; report_html: as HTML
     systems.yaml   each machine's constants, with sources
 
 Not here: predictions (simulator/), options and modes (commands/bench.py), FLOPs and the rates of

@@ -6,7 +6,7 @@ Accounting alone, whoever took the time: the stopwatch (measure.py) and the simu
 import dataclasses
 from collections.abc import Callable
 
-from minitrain.bench.report import is_of_system
+from minitrain.bench.tables import is_of_system
 from minitrain.run.monitor import flops as conventions
 from minitrain.run.monitor.flops import clean, count_flops
 from minitrain.settings import Config

@@ -1,292 +1,351 @@
-"""Results as lines of JSON, as --json writes them, and as a table for the terminal, in Markdown."""
+"""Put results beside what was published: `bench.py --report`.
 
-import json
-import sys
-from pathlib import Path
+They stand in the tables of the published pages, as Markdown too.
 
-from minitrain.errors import InputError, refused
-from minitrain.run.config.config_yaml import type_and_value
+Of several results for a row, the last one of each kind counts: simulated (and, where the published
+run differed, by its recipe), measured as a whole, or extrapolated from proxies. What cannot stand
+beside a published figure (proxies themselves, changed models, other systems, shrunk and other
+configs) has a table of its own. report_html.py makes a page of it.
+"""
 
-# words in the names of GPUs that are slower than a system's, or parts of them
-OTHER_FORMS = {"pcie", "nvl", "mig"}
-KINDS = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}
+from dataclasses import dataclass, field
+from statistics import median, median_high
 
-
-def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
-    """Return the object of each line of a file that --json wrote, behind its place for messages.
-
-    Raises InputError.
-    """
-    with refused(f"{option} {file} cannot be read"):
-        lines = Path(file).read_text(encoding="utf-8").split("\n")
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{option} {file}, line {number}"
-        try:
-            result = json.loads(line)
-        except (ValueError, RecursionError):
-            raise InputError(
-                f"{where} is not JSON, as --json writes (was it cut short?)"
-            ) from None
-        need(where, {"result": result}, dict, "result")
-        found.append((where, result))
-    return found
-
-
-def need(where: str, values: dict, kind: type, *names: str) -> None:
-    """Raise InputError if one of these is missing, not of the kind, or, for float, not above 0."""
-    for name in names:
-        value = values.get(name)
-        is_number = isinstance(value, int | float) and 0 < value <= sys.float_info.max
-        if not (is_number if kind is float else isinstance(value, kind)):
-            found = f", not {type_and_value(value)}" if name in values else ""
-            raise InputError(f"{where} needs {name}, {KINDS[kind]}{found}")
-
-
-def need_rates(where: str, outcome: dict) -> None:
-    """Raise InputError if this is not what --calibrate writes."""
-    need(where, outcome, float, "attention_forward", "attention_backward", "memory")
-    need(where, outcome, dict, "matmul")
-    need(where, outcome["matmul"], float, *outcome["matmul"])
-
-
-# --- cells and columns
-
-# columns of a terminal
-WIDTH = 100
-# columns of text
-NAMES = ("row", "settings", "machine")
-# from large to small, each with its size
-UNITS = {
-    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6},
-    "GiB": {"GiB": 1.0, "MiB": 2**-10},
-    "TFLOP/s": {"TFLOP/s": 1.0, "GFLOP/s": 1e-3},
-}
-
-# of --wide: name, unit and key
-RARE = (
-    ("clean", "TFLOP/s", "clean_tflops_per_gpu"),
-    ("matmul", "TFLOP/s", "matmul_tflops"),
-    ("estimated", "GiB", "estimated_memory_gib"),
-    ("activations", "GiB", "activations_gib"),
-    ("activations estimated", "GiB", "estimated_activations_gib"),
-    ("compile", "s", "compile_s"),
-    # the phases of a GRPO step
-    ("generation", "s", "generation_s"),
-    ("logprobs", "s", "logprobs_s"),
-    ("training", "s", "training_s"),
-    ("refit", "s", "refit_s"),
+from minitrain.bench.rows import (
+    FIGURES,
+    constants,
+    is_published,
+    read_reference,
+    row_trees,
+    typed,
 )
+from minitrain.bench.tables import (
+    by_column,
+    format_number,
+    markdown,
+    need,
+    need_rates,
+    on_own_system,
+    result_columns,
+    result_lines,
+    short,
+)
+from minitrain.errors import InputError
+
+# of a simulated figure's error, beyond which it is named
+LIMIT = 0.35
+# kinds of what a result may have, or have as null
+OPTIONAL = {
+    **dict.fromkeys(
+        (
+            "ratio",
+            "peak_memory_gib",
+            "capacity_gib",
+            "decode_tokens_per_sec_per_gpu",
+            "decode_mbu",
+        ),
+        float,
+    ),
+    **dict.fromkeys(("memory_gib", "breakdown_s"), dict[str, float]),
+    "system": str,
+    "timeline": list[str],
+    "as_published": dict,
+}
+# kinds of results, in the order of the columns, and what each is
+MODES = {
+    "simulated": "our code in the published layout, with our kernels, predicted on fake tensors",
+    "fastest": "our code in a faster layout of as many GPUs and as much memory (`--ours`)",
+    "recipe": "the published run, predicted with its own kernels and costs (`reference.recipe`): "
+    "what the accuracy is of",
+    "measured": "the whole row, run",
+    "extrapolated": "from proxies with fewer layers on one rank, without communication",
+}
+# keys of `reference` that a note tells, and how it begins
+REMARKS = {"known_error": "", "differs": "the published run ", "others": "others' tokens/s: "}
 
 
-def format_number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+@dataclass
+class Row:
+    """A published row.
 
-
-def short(value: float | None) -> str:
-    return format_number(value, ",.0f" if value and value >= 1000 else ".4g")
-
-
-def column(results: list[dict], key: str, form: str) -> list[str]:
-    """Return a figure of each result as text, empty where a result has none."""
-    return [format_number(result.get(key), form) for result in results]
-
-
-def sized(name: str, unit: str, results: list[dict], key: str) -> dict[str, list[str]]:
-    """Return a column of figures in the unit that suits the largest of them."""
-    values = [result.get(key) or 0.0 for result in results]
-    largest = max(values, default=0.0)
-    sizes = UNITS[unit]
-    # or the smallest
-    unit = next((each for each in sizes if largest >= sizes[each]), [*sizes][-1])
-    size = sizes[unit]
-    return {f"{name} {unit}".strip(): [f"{x / size:.4g}" if x else "" for x in values]}
-
-
-def filled(columns: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the columns that have text in any line."""
-    return {name: cells for name, cells in columns.items() if any(cells)}
-
-
-def by_column(lines: list[dict[str, str]]) -> dict[str, list[str]]:
-    """Return the columns of lines that all have the same keys."""
-    return filled({name: [line[name] for line in lines] for name in (lines or [{}])[0]})
-
-
-def markdown(columns: dict[str, list[str]]) -> str:
-    """Return aligned Markdown of equally long columns: the first is text, the others are numbers."""
-    widths = [max(2, *map(len, (name, *cells))) for name, cells in columns.items()]
-    rules = ["-" * (width - 1) + ":" for width in widths]
-    rules[0] = "-" * widths[0]
-    forms = [f">{width}" for width in widths]
-    forms[0] = f"<{widths[0]}"
-    lines = [columns, rules, *zip(*columns.values(), strict=True)]
-    return "\n".join(f"| {' | '.join(map(format, line, forms))} |" for line in lines)
-
-
-def in_width(columns: dict[str, list[str]]) -> str:
-    """Return `markdown` of the columns in WIDTH: names that make it wider stand above, by number."""
-    text = markdown(columns)
-    if max(map(len, text.splitlines())) <= WIDTH:
-        return text
-    names = [cells for name, cells in columns.items() if name in NAMES]
-    figures = {name: cells for name, cells in columns.items() if name not in NAMES}
-    texts = list(map(", ".join, zip(*names, strict=True)))
-    if len(texts) > 1:
-        figures = {"": [str(n + 1) for n in range(len(texts))]} | figures
-        texts = [f"{n}: {each}" for n, each in enumerate(texts, 1)]
-    return "\n".join([*texts, markdown(figures)])
-
-
-# --- the terminal's table
-
-
-def table(results: list[dict], wide: bool = False) -> str:
-    """Return a line per result, below one per machine, and what each says of another library.
-
-    wide: with all columns, in whatever width.
+    tree: its config as written. results: by kind. figure: what is compared, as a key of FIGURES.
     """
-    columns = result_columns(results)
-    if wide:
-        columns = filled(columns | rare_columns(results))
-    body = markdown(columns) if wide else in_width(columns)
-    machines = dict.fromkeys(map(machine, results))
-    return "\n".join([*machines, body, *(beside(r) for r in results if "versus" in r)])
+
+    name: str
+    tree: dict
+    results: dict[str, dict] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> dict:
+        return self.tree["reference"]
+
+    @property
+    def figure(self) -> str:
+        return next(figure for figure in FIGURES if figure in self.reference)
+
+    @property
+    def published(self) -> float:
+        """Return the figure as printed; where that is known to be wrong, as it should have been."""
+        return self.reference.get(f"corrected_{self.figure}", self.reference[self.figure])
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rsplit("/", 1)[-1]
 
 
-def result_columns(results: list[dict]) -> dict[str, list[str]]:
-    """Return the columns of results; those that no result fills are left out."""
-    several = len(set(map(machine, results))) > 1
-    columns = {
-        "row": [label(r) for r in results],
-        "machine": [f"{r['device']} x {r['world_size']}" if several else "" for r in results],
-        "fits": [{True: "yes", False: "no"}.get(r.get("fits"), "") for r in results],
-        **sized("step", "s", results, "step_time_s"),
-        "spread": [spread(r) for r in results],
-        "tokens/s/GPU": [short(r["tokens_per_sec_per_gpu"]) for r in results],
-        **sized("prefill", "s", results, "first_tokens_s"),
-        "decoded/s": [short(r.get("decode_tokens_per_sec_per_gpu")) for r in results],
-        "MBU": column(results, "decode_mbu", ".1%"),
-        **sized("", "TFLOP/s", [{} if is_sampling(r) else r for r in results], "tflops_per_gpu"),
-        "MFU": column(results, "mfu", ".1%"),
-        **sized("peak", "GiB", results, "peak_memory_gib"),
-        "ratio": column(results, "ratio", ".3f"),
-        "recipe": column([r.get("as_published") or {} for r in results], "ratio", ".3f"),
-    }
-    return filled(columns)
-
-
-def rare_columns(results: list[dict]) -> dict[str, list[str]]:
-    """Return the columns that --wide adds."""
-    columns = {}
-    for name, unit, key in RARE:
-        columns |= sized(name, unit, results, key)
-    compared = [{} if r["ratio"] is None else r["reference"] for r in results]
-    columns["published tokens/s"] = column(compared, "tokens_per_sec_per_gpu", ",.0f")
-    return columns | sized("published step", "s", results, "published_step_time_s")
-
-
-def spread(result: dict) -> str:
-    """Return how far apart a run's fastest and slowest steps are, as a share of the median."""
-    if "step_time_max_s" not in result:
-        return ""
-    return (
-        f"{(result['step_time_max_s'] - result['step_time_min_s']) / result['step_time_s']:.0%}"
-    )
-
-
-def beside(result: dict) -> str:
-    """Say how fast a result is beside another library."""
-    library = "training the whole model" if result["versus"] == "full" else result["versus"]
-    low, high = result["versus_ratio_range"]
-    line = f"{result['row']}: {result['versus_ratio']:.2f} times as fast as {library} ({low:.2f} to {high:.2f})"
-    if "versus_memory_gib" not in result:
-        return line
-    ours, theirs = result["versus_memory_gib"]
-    return f"{line}, in {ours:.3f} GiB where that takes {theirs:.3f}"
-
-
-def machine(result: dict) -> str:
-    """Name the machine of a result, and the rate that its MFU is a share of."""
-    simulated = "simulated" in (result["mode"], result.get("extrapolated_from"))
-    return (
-        f"{result['device']}, {result['world_size']} process(es), torch {result['torch']}; "
-        f"MFU is of the matmul rate {'of large products there' if simulated else 'measured here'}"
-    )
-
-
-def details(result: dict) -> str:
-    """Tell of a profile or a simulation, besides its line in the table, a GPU's figures per step.
-
-    They are the first rank's; memory is that of the rank with the most.
+@dataclass
+class Report:
+    """tables: rows by the title of their table. others: results that are none of a row. machines:
+    by kind of result.
     """
-    seconds = f"seconds: {amounts(result['breakdown_s'])}"
-    if result["mode"] == "measured":
-        return seconds
-    model = result["clean_tflops_per_gpu"] * result["step_time_s"]
-    messages = [
-        f"{name} {calls:,} x, {size / 2**30:,.4g} GiB"
-        for name, (calls, size) in sorted(result["collectives"].items())
-    ]
-    lines = [
-        f"FLOPs: executed {result['executed_flops_per_gpu'] / 1e12:,.5g} TFLOP, of the model {model:,.5g}",
-        f"messages: {'; '.join(messages) or 'none'}",
-        seconds,
-        f"GiB: {amounts(result['memory_gib'])}, of {result['capacity_gib']:.4g}",
-    ]
-    return "\n".join(lines)
+
+    tables: dict[str, list[Row]]
+    others: list[dict]
+    calibrations: list[dict]
+    machines: dict[str, set[str]]
+    day: str
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for table in self.tables.values() for row in table]
 
 
-def amounts(parts: dict[str, float]) -> str:
-    # less than 1e-9 is rounding
-    return ", ".join(f"{name} {amount:.3g}" for name, amount in parts.items() if amount > 1e-9)
+def read_results(file: str) -> list[dict]:
+    """Return the lines of a file that --json wrote. Raises InputError."""
+    lines = result_lines("--report", file)
+    for where, result in lines:
+        need(where, result, str, "row", "mode", "device", "torch")
+        if result["mode"] == "calibration":
+            need_rates(where, result)
+            continue
+        check_figures(where, result)
+        # the figures by the published run's recipe are shown too
+        check_figures(where, result | (result.get("as_published") or {}))
+    return [result for _, result in lines]
 
 
-def label(result: dict) -> str:
-    """Return the row's name, and what makes the result another thing than a measured step of it."""
-    notes = [] if result["mode"] == "measured" else [result["mode"]]
-    changed = result["reference"].get("changed", [])
-    if result["mode"] == "simulated" and not on_own_system(result):
-        notes[0] += f" on {result['system']}"
-        changed = [name for name in changed if name != "system"]
-    if is_sampling(result):
-        notes.append("sampling")
+def check_figures(where: str, result: dict) -> None:
+    """Raise InputError for what the tables cannot show."""
+    need(where, result, dict, "reference")
+    need(
+        where, result, float, "world_size", *FIGURES, "step_time_s", "clean_tflops_per_gpu", "mfu"
+    )
+    known = {key: value for key, value in result.items() if value is not None}
+    typed(known, OPTIONAL, f"{where}: ")
+    if "" in known.get("timeline", ()):
+        raise InputError(f"{where}: timeline has a lane without a letter")
+    read_reference(result["reference"], f"{where}: reference")
     if result.get("proxy"):
-        layers = result["layers"]
-        counts = " and ".join(map(str, layers)) if isinstance(layers, list) else layers
-        notes.append(f"proxy, {counts} of {result['full_layers']} layers")
-    if changed and (result["mode"] == "extrapolated" or not result.get("proxy")):
-        notes.append(f"changed: {', '.join(changed)}")
-    return f"{result['row']} ({'; '.join(notes)})" if notes else result["row"]
+        need(where, result, float, "full_layers")
+    if result["mode"] == "extrapolated":
+        need(where, result, list, "layers")
+        need(where, result, str, "left_out")
 
 
-def is_sampling(result: dict) -> bool:
-    return "first_tokens_s" in result
+def merge_results(results: list[dict], day: str) -> Report:
+    """Return all published rows, with what there is of each."""
+    report = Report({}, [], [], {}, day)
+    rows = {name: Row(name, tree) for name, tree in row_trees().items()}
+    for result in results:
+        mode = result["mode"]
+        machine = f"{result['device']}, torch {result['torch']}"
+        report.machines.setdefault(mode, set()).add(machine)
+        row = rows.get(result["row"])
+        if mode == "calibration":
+            report.calibrations.append(result)
+        elif mode in MODES and row and is_comparable(result, row):
+            is_ours = mode == "simulated" and result["reference"].get("layout") == "ours"
+            row.results["fastest" if is_ours else mode] = result
+            if result.get("as_published"):
+                row.results["recipe"] = result | result["as_published"]
+        else:
+            # compared with nothing, though a file of results may say otherwise
+            report.others.append(result | {"ratio": None, "as_published": None})
+    for row in rows.values():
+        title = row.reference["source"]
+        # which has a table for each system
+        if title.startswith("NeMo Framework"):
+            title += f", {row.reference['system']}"
+        if row.results or is_published(row.name):
+            report.tables.setdefault(title, []).append(row)
+    return report
 
 
-def on_own_system(result: dict) -> bool:
-    """Return False for a result of another system than its config's published row names."""
-    published = result["reference"].get("system")
-    if published and result["mode"] == "simulated":
-        return (result.get("system") or published).lower() == published.lower()
-    return not published or is_of_system(result["device"], published)
+def is_comparable(result: dict, row: Row) -> bool:
+    """Return True for a result of the row's work, on its GPUs, that was compared with its figure.
 
-
-def is_of_system(machine: str, system: str) -> bool:
-    """Return whether `machine`, a system's or a device's name, belongs to a published system."""
-    words = set(machine.lower().split())
-    name = system.lower()
-    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(
-        OTHER_FORMS
-    )
-
-
-def calibration_line(outcome: dict) -> str:
-    products = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in outcome["matmul"].items())
+    The file that a result was kept in may be of another version's configs.
+    """
+    kept = result["reference"]
+    reference = row.reference
+    same = (row.figure, f"corrected_{row.figure}")
     return (
-        f"{outcome['device']}, torch {outcome['torch']}: matrix products {products} TFLOP/s; attention forward "
-        f"{outcome['attention_forward'] / 1e12:.4g}, backward {outcome['attention_backward'] / 1e12:.4g} TFLOP/s; "
-        f"memory {outcome['memory'] / 1e9:.4g} GB/s"
+        bool(result.get("ratio"))
+        and not kept.get("changed")
+        and all(kept.get(key) == reference.get(key) for key in same)
+        and result["world_size"] == reference["gpus"]
+        and on_own_system(result | {"reference": reference})
     )
+
+
+# --- accuracy
+
+
+def held_back(rows: list[Row]) -> list[Row]:
+    """Return the simulated rows that no constant of the simulator was fitted to."""
+    return known_as("held_back", rows)
+
+
+def known_as(kind: str, rows: list[Row]) -> list[Row]:
+    """Return the simulated rows that systems.yaml lists under `fitted_on` or `held_back`."""
+    names = constants(kind)
+    return [row for row in rows if "simulated" in row.results and row.name in names]
+
+
+def predicted(row: Row) -> float:
+    """Return the simulated figure of the published run, as a share of the published one.
+
+    Where the published run did what ours does, that is the figure of ours.
+    """
+    return row.results.get("recipe", row.results["simulated"])["ratio"]
+
+
+def error(row: Row) -> float:
+    return abs(predicted(row) - 1)
+
+
+def summary(report: Report) -> str:
+    """Say how many published rows have which results, and how far off those are.
+
+    Errors are of simulated rows that no constant was fitted to, by the published run's recipe. A
+    row of one's own counts nowhere.
+    """
+    rows = [row for row in report.rows if is_published(row.name)]
+    parts = [f"{len(rows)} published rows"]
+    for kind in MODES:
+        ratios = [row.results[kind]["ratio"] for row in rows if kind in row.results]
+        if ratios:
+            middle = median_high(ratios)
+            parts.append(f"{len(ratios)} {kind}, median {middle:.2f} of the published figure")
+    if tested := held_back(rows):
+        middle = median(map(error, tested))
+        worst = max(tested, key=error)
+        off = f"off by {middle:.1%} in the median, {error(worst):.0%} at worst ({worst.name})"
+        parts.append(f"of {len(tested)} rows not fitted to, {off}")
+    return "; ".join(parts)
+
+
+def accuracy_cells(report: Report) -> dict[str, list[str]]:
+    """Return how far simulated figures are off: a line per table, and of all and some rows."""
+    training = [row for row in report.rows if row.tree.get("task") != "grpo"]
+    groups = report.tables | {
+        "all": report.rows,
+        "all but GRPO": training,
+        "all but GRPO and those whose published runs differ": [
+            row for row in training if "differs" not in row.reference
+        ],
+    }
+    lines = []
+    for title, rows in groups.items():
+        if tested := held_back(rows):
+            worst = max(tested, key=error)
+            fitted = known_as("fitted_on", rows)
+            line = {
+                "rows not fitted to": title,
+                "number": str(len(tested)),
+                "median error": f"{median(map(error, tested)):.1%}",
+                "worst": f"{error(worst):.0%}",
+                "which": worst.name,
+                "of fitted rows": f"{median(map(error, fitted)):.1%}" if fitted else "",
+                "of rows never seen": "judged by others",
+            }
+            lines.append(line)
+    return by_column(lines)
+
+
+def outliers(report: Report) -> list[str]:
+    """Name held-back rows that are off by more than LIMIT, and rows beyond their memory."""
+    lines = []
+    for row in sorted(held_back(report.rows), key=error, reverse=True):
+        if error(row) > LIMIT:
+            why = row.reference.get("differs")
+            why = f"its published run {why}" if why else "unexplained"
+            lines.append(f"{row.name}: {predicted(row):.2f} of the published figure; {why}")
+    for row in report.rows:
+        if row.results.get("simulated", {}).get("fits") is False:
+            lines.append(f"{row.name}: its simulated memory does not fit")
+    return lines
+
+
+# --- tables
+
+
+def cells(rows: list[Row]) -> dict[str, list[str]]:
+    """Return a published table's columns: ratios, figures and memory first, the layout last."""
+    unit = FIGURES[rows[0].figure]
+    return by_column([table_line(row, unit) for row in rows])
+
+
+def table_line(row: Row, unit: str) -> dict[str, str]:
+    reference = row.reference
+    batch = row.tree["batch"]
+    layout = [f"{reference['gpus']} {reference['system']}"]
+    layout.append(f"batch {batch['global']} x {batch['seq_len']}, micro {batch['micro']}")
+    for name in ("tp", "pp", "cp", "vp", "ep"):
+        size = row.tree["parallel"].get(name, 1)
+        if size > 1:
+            layout.append(f"{name}={size}")
+    found = {kind: row.results.get(kind, {}) for kind in MODES}
+    memory = {kind: format_number(r.get("peak_memory_gib"), ".1f") for kind, r in found.items()}
+    return {
+        "row": row.short_name,
+        **{f"{kind} ratio": format_number(r.get("ratio"), ".3f") for kind, r in found.items()},
+        f"published {unit}": short(reference[row.figure]),
+        **{kind: short(r.get(row.figure)) for kind, r in found.items()},
+        **{f"{kind} GiB": gib for kind, gib in memory.items() if kind != "recipe"},
+        "published step s": format_number(reference.get("step_time_s"), ".4g"),
+        "published TFLOP/s": format_number(reference.get("tflops_per_gpu"), ".4g"),
+        "note": "*" if {"known_error", "differs"} & reference.keys() else "",
+        "layout": ", ".join(layout),
+    }
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """Say what is wrong with published figures, what was run otherwise, and what is left out."""
+    lines = []
+    for row in rows:
+        for key, start in REMARKS.items():
+            if key in row.reference:
+                lines.append(f"{row.short_name}: {start}{row.reference[key]}")
+        if result := row.results.get("extrapolated"):
+            layers = " and ".join(map(str, result["layers"]))
+            lines.append(
+                f"{row.short_name}: extrapolated by proxy on one {result['device']} from {layers} of "
+                f"{result['full_layers']} layers, without {result['left_out']}"
+            )
+    return lines
+
+
+def provenance(report: Report) -> list[str]:
+    """Say what each kind of ratio compares, and which machines and versions results are of."""
+    shown = {kind for row in report.rows for kind in row.results}
+    lines = [f"{kind}: {text}" for kind, text in MODES.items() if kind in shown]
+    return lines + [
+        f"{mode} on {'; '.join(sorted(names))}" for mode, names in report.machines.items()
+    ]
+
+
+def as_markdown(report: Report) -> str:
+    parts = [f"# minitrain beside the published tables\n\n{report.day}. {summary(report)}."]
+    parts += [f"- {line}" for line in provenance(report)]
+    if table := accuracy_cells(report):
+        parts.append(f"## Accuracy of the simulation\n\n{markdown(table)}")
+        parts += [f"- {line}" for line in outliers(report)]
+    for title, rows in report.tables.items():
+        parts.append(f"## {title}\n\n{markdown(cells(rows))}")
+        parts += [f"- {line}" for line in notes(rows)]
+    if report.others:
+        parts.append(
+            f"## Not to be compared with a row\n\n{markdown(result_columns(report.others))}"
+        )
+    return "\n\n".join(parts) + "\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from minitrain.bench.report import column, markdown, need
+from minitrain.bench.tables import column, markdown, need
 from minitrain.errors import InputError
 from minitrain.run.config.config_yaml import check_known, convert, read_tree
 from minitrain.run.config.load import load

@@ -65,7 +65,7 @@ def versus_result(library: str, pairs: list[list[float]]) -> dict:
 def check_installed(library: str) -> None:
     """Raise InputError if the package is not there."""
     if library != "full" and importlib.util.find_spec(library) is None:
-        raise InputError(f"--versus {library} needs the package: pip install 'minitrain[test]'")
+        raise InputError(f"--versus {library} needs the package: pip install -e '.[test]'")
 
 
 def check_versus(config: Config, library: str) -> None:

@@ -36,8 +36,8 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from minitrain.bench.report import calibration_line, details, table
 from minitrain.bench.rows import list_rows, load_row
+from minitrain.bench.tables import calibration_line, details, table
 from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
@@ -67,6 +67,47 @@ FILES = {
     "--json": "append each result to it as a JSON line",
     "--system": "simulate on this machine, such as a100, or on a file of --calibrate",
     "--trace": "write Chrome traces: see above",
+}
+
+# problem -> options given together, and those that any of contradicts them; a circumstance is named
+# as in `check_options`. The first that applies is reported.
+CONTRADICTIONS = {
+    "--shrink starts its own processes: use neither torchrun nor --versus, --simulate or --generate with it": (
+        {"--shrink"},
+        {"--versus", "--simulate", "--generate", "torchrun"},
+    ),
+    "--proxy runs on one process, without --shrink, --generate or --sweep": (
+        {"--proxy"},
+        {"--shrink", "--generate", "--sweep", "torchrun"},
+    ),
+    "--simulate is for training, on one process: without --generate, --versus or --calibrate": (
+        {"--simulate"},
+        {"--generate", "--versus", "--calibrate", "torchrun"},
+    ),
+    "--calibrate measures this machine: without --shrink or --dry-run": (
+        {"--calibrate"},
+        {"--shrink", "--dry-run"},
+    ),
+    "--calibrate alone measures rates: with --sweep, --proxy, --generate, --versus or --profile add --config": (
+        {"--calibrate", "no config"},
+        {"--sweep", "--proxy", "--generate", "--versus", "--profile"},
+    ),
+    "--generate --versus: only transformers samples the same (use transformers)": (
+        {"--generate"},
+        {"other library"},
+    ),
+    "--versus runs in one process, without torchrun": ({"--versus"}, {"torchrun"}),
+    "--trace needs --simulate or --profile": ({"--trace"}, {"no timeline"}),
+    "--system needs --simulate": ({"--system"}, {"no --simulate"}),
+    "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, "
+    "which prints its phases": ({"--profile"}, {"--simulate", "--shrink", "GRPO steps"}),
+    "--simulate --sweep says itself which combinations cannot run: leave --dry-run out": (
+        {"--sweep", "--simulate"},
+        {"--dry-run"},
+    ),
+    "--dry-run runs nothing: leave --simulate out": ({"--simulate"}, {"--dry-run"}),
+    "--trace shows one layout, not those of --sweep": ({"--sweep", "--simulate"}, {"--trace"}),
+    "--trace takes one config at a time": ({"--simulate", "--trace"}, {"several configs"}),
 }
 
 
@@ -109,7 +150,7 @@ def main(arguments: list[str]) -> None:
     if options.list:
         print(list_rows())
     elif options.report is not None:
-        from minitrain.bench.page import write_report
+        from minitrain.bench.report_html import write_report
 
         write_report([*sorted(map(str, RESULTS.rglob("*.jsonl"))), *options.report], options.out)
     else:
@@ -212,55 +253,27 @@ def layouts(file: str, overrides: list[str], options: Namespace) -> list[list[st
     return [overrides, fastest] if options.simulate and not options.trace else [overrides]
 
 
-def check_options(cases: list[Case], o: Namespace) -> None:
+def check_options(cases: list[Case], options: Namespace) -> None:
     """Raise InputError for options that contradict each other."""
-    problem = ""
-    torchrun = world_size() > 1
-    several = sum(len(case.runs) for case in cases) > 1
-    policy = not o.generate and any(case.config.task == "grpo" for case in cases)
-    if o.shrink and (o.versus or o.simulate or o.generate or torchrun):
-        others = "--versus, --simulate or --generate"
-        problem = f"--shrink starts its own processes: use neither torchrun nor {others} with it"
-    elif o.proxy and (o.shrink or o.generate or o.sweep or torchrun):
-        problem = "--proxy runs on one process, without --shrink, --generate or --sweep"
-    elif o.simulate and (o.generate or o.versus or o.calibrate or torchrun):
-        problem = "--simulate is for training, on one process: without --generate, --versus or --calibrate"
-    elif o.calibrate and (o.shrink or o.dry_run):
-        problem = "--calibrate measures this machine: without --shrink or --dry-run"
-    elif (
-        o.calibrate and not cases and (o.sweep or o.proxy or o.generate or o.versus or o.profile)
-    ):
-        others = "--sweep, --proxy, --generate, --versus or --profile"
-        problem = f"--calibrate alone measures rates: with {others} add --config"
-    elif o.generate and o.versus not in (None, "transformers"):
-        problem = "--generate --versus: only transformers samples the same (use transformers)"
-    elif o.versus and torchrun:
-        problem = "--versus runs in one process, without torchrun"
-    elif o.trace and not (o.simulate or o.profile):
-        problem = "--trace needs --simulate or --profile"
-    elif o.system and not o.simulate:
-        problem = "--system needs --simulate"
-    elif o.profile and (o.simulate or o.shrink or policy):
-        problem = (
-            "--profile is for measured steps of training or sampling, not for --simulate, --shrink or task=grpo, which "
-            "prints its phases"
-        )
-    elif o.sweep and o.simulate and o.dry_run:
-        problem = (
-            "--simulate --sweep says itself which combinations cannot run: leave --dry-run out"
-        )
-    elif o.simulate and o.dry_run:
-        problem = "--dry-run runs nothing: leave --simulate out"
-    elif o.sweep and o.simulate and o.trace:
-        problem = "--trace shows one layout, not those of --sweep"
-    elif o.simulate and o.trace and several:
-        problem = "--trace takes one config at a time"
-    if problem:
-        raise InputError(problem)
-    if o.versus:
+    given = {f"--{name.replace('_', '-')}" for name, value in vars(options).items() if value}
+    grpo = any(case.config.task == "grpo" for case in cases)
+    circumstances = {
+        "torchrun": world_size() > 1,
+        "no config": not cases,
+        "several configs": sum(len(case.runs) for case in cases) > 1,
+        "GRPO steps": grpo and not options.generate,
+        "other library": options.versus not in (None, "transformers"),
+        "no --simulate": not options.simulate,
+        "no timeline": not (options.simulate or options.profile),
+    }
+    given |= {name for name, holds in circumstances.items() if holds}
+    for problem, (together, excluded) in CONTRADICTIONS.items():
+        if together <= given and excluded & given:
+            raise InputError(problem)
+    if options.versus:
         from minitrain.bench.versus import check_installed
 
-        check_installed(o.versus)
+        check_installed(options.versus)
 
 
 # --- running
@@ -402,13 +415,13 @@ def run_simulated(row: str, config: Config, options: Namespace) -> dict:
 
 def rank_combinations(file: str, overrides: list[str], options: Namespace) -> None:
     from minitrain.simulator.calibrate import chosen_system
-    from minitrain.simulator.sweep import rank
+    from minitrain.simulator.sweep import rank_layouts
 
     system = chosen_system(load_row(file, overrides)[1], options.system)
-    rank(file, overrides, options.sweep, system, partial(append, file=options.json))
+    rank_layouts(file, overrides, options.sweep, system, partial(append, file=options.json))
 
 
-# --- what is told and written
+# --- what is printed and written
 
 
 def is_first_rank() -> bool:
@@ -436,10 +449,8 @@ def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
         if outcome["mode"] == "measured" and (slowed or outcome["mfu"] > 1):
             print(f"warning: {outcome['row']}: {UNSTEADY}", file=sys.stderr, flush=True)
         if outcome["mfu"] > 1:
-            rate = (
-                f"the matmul rate of {outcome['device']}, {outcome['matmul_tflops']:.4g} TFLOP/s,"
-            )
-            line = f"MFU of {outcome['mfu']:.1%}: {rate} is at fault, or a rate above it is"
+            fault = f"{outcome['matmul_tflops']:.4g} TFLOP/s, is at fault, or a rate above it is"
+            line = f"MFU of {outcome['mfu']:.1%}: the matmul rate of {outcome['device']}, {fault}"
             print(f"warning: {outcome['row']}: {line}", file=sys.stderr, flush=True)
     finally:
         append(outcome, file)

@@ -59,7 +59,7 @@ def merge(base: str, adapter: str, out: str) -> None:
     if tokenizer and (tokenizer.chat_template or template.exists()):
         end = chat_end(tokenizer)
     model = load_merged(base, adapter)
-    # of videos none has a token that ends it
+    # Video models have no end token.
     if isinstance(model, Decoder):
         if model.config.eos_token_id is None and tokenizer:
             model.config = replace(model.config, eos_token_id=tokenizer.eos_id)
@@ -69,7 +69,7 @@ def merge(base: str, adapter: str, out: str) -> None:
     if tokenizer:
         tokenizer.save(out)
     if template.exists():
-        # one of bytes has it beside, too
+        # ByteTokenizer.save does not copy it.
         shutil.copyfile(template, Path(out, CHAT_TEMPLATE))
     print(f"{out} holds the model with the adapters merged into it")
     videos = "" if isinstance(model, Decoder) else "--task diffusion "

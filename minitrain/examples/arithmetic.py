@@ -1,12 +1,13 @@
-"""Short dialogues about sums, as JSONL: python -m minitrain.examples.arithmetic FILE [--count N]
-[--seed S]
+"""Write short dialogues about sums, as JSONL.
+
+    python -m minitrain.examples.arithmetic FILE [--count N] [--seed S]
 
     user: 47 + 38        assistant: 7+8=15 4+3+1=8 85
     user: - 19           assistant: 15-9=6 8-1-1=6 66
 
 The second question goes on from the first one's result. Answers are worked out digit by digit from
-the lowest, as at
-school: that a small model learns in minutes, where the bare result would take it far longer.
+the lowest, as at school. A small model learns that in minutes; the bare result would take it far
+longer.
 """
 
 import json
@@ -48,7 +49,7 @@ def dialogues(count: int, seed: int) -> list[list[dict[str, str]]]:
 def dialogue(generator: random.Random) -> list[dict[str, str]]:
     """Return a question about two numbers, and one that goes on from its result.
 
-    No result is above LARGEST or below 0.
+    No result is above LARGEST_NUMBER or below 0.
     """
     messages = []
     value = generator.randint(0, LARGEST_NUMBER)

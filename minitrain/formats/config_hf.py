@@ -42,7 +42,7 @@ NOT_KEPT = {
     "rope_scaling",
     "rope_theta",
     "partial_rotary_factor",
-    "original_max_position_embeddings",
+    ORIGINAL_LENGTH,
     "num_experts",
     "num_local_experts",
     "num_key_value_heads",
@@ -124,8 +124,8 @@ def not_trained_with(config: DecoderConfig) -> list[str]:
     return [f"{key}={value}" for key, value in found.items()]
 
 
-def end_also_at(config: DecoderConfig, end: int) -> DecoderConfig:
-    """Return the config of a model that ends a text at token `end`, too.
+def end_also_at(config: DecoderConfig, end: int | None) -> DecoderConfig:
+    """Add `end` to the end-of-text tokens; None: unchanged.
 
     generation_config.json, where there is one, counts before config.json.
     """
@@ -271,10 +271,7 @@ def exportable(config: DecoderConfig) -> DecoderConfig:
 
 
 def export_fault(config: DecoderConfig) -> str:
-    """Return why a model can be saved for minitrain alone; empty for one that transformers knows.
-
-    And for one of family OWN, which was chosen.
-    """
+    """Return why transformers cannot load it; "" if it can, or if OWN was chosen."""
     if config.family != OWN:
         try:
             check_exportable(config)

@@ -113,7 +113,7 @@ def save_pretrained(
         )
     if any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
         raise InputError(
-            "a sharded model cannot be saved as it is (use save_tensors of full_tensors, see run/tasks/rows_task.py)"
+            "a sharded model cannot be saved as it is (use save_tensors of full_tensors, see run/tasks/exports.py)"
         )
     if original_names and not isinstance(model, Wan):
         raise InputError("original_names=True is for Wan models: others have one spelling")
@@ -284,7 +284,7 @@ def save_tensors(
         else:
             tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
     wide = torch.promote_types(dtype, torch.float32)
-    # which the model keeps so whatever the rest is
+    # The model keeps these tensors in fp32 whatever the dtype.
     model = empty_model(config).to(torch.bfloat16)
     fp32 = {spell(name) for name, x in model.state_dict().items() if x.dtype == torch.float32}
     tensors = (

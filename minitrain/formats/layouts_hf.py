@@ -154,8 +154,8 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
 def is_ignored(key: str, config: Config) -> bool:
     """Return True if a stored tensor has no place here, and needs none.
 
-    Besides those that its family names, these are old tables of rotary embeddings, and a tied head.
-    And a norm of Wan's image to video that has nothing to do, in diffusers either.
+    Besides those that its family names, these are old tables of rotary embeddings, a tied head, and
+    a norm of Wan's image to video that is unused, in diffusers too.
     """
     if isinstance(config, WanConfig):
         return key.endswith(".attn2.norm_added_q.weight")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from minitrain.bench.report import need_rates, result_lines
 from minitrain.bench.rows import constants
+from minitrain.bench.tables import need_rates, result_lines
 from minitrain.errors import InputError
 from minitrain.run.monitor.hardware import (
     ATTENTION_LENGTH,

@@ -112,7 +112,7 @@ def published_system(system: System, recipe: dict, stack: dict) -> System:
 
 
 def simulated_figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """Return the config's result, with keys as in the README. The breakdown is the first rank's."""
+    """Return the config's result, with the keys of a measured one. The breakdown is the first rank's."""
     tokens = config.batch.global_ * config.batch.seq_len / simulation.step / stated_ranks(config)
     flops = token_flops(config, visible_share(open_dataset(config)[0]))
     peaks = [trace.peak for trace in simulation.traces.values()]

@@ -10,8 +10,8 @@ from itertools import product
 
 from tqdm import tqdm
 
-from minitrain.bench.report import in_width, sized
 from minitrain.bench.rows import load_row
+from minitrain.bench.tables import in_width, sized
 from minitrain.errors import InputError
 from minitrain.run.config.layout_checks import stated_ranks, training_ranks
 from minitrain.run.config.load import load
@@ -40,7 +40,7 @@ def sweep(file: str, overrides: list[str], choices: list[str], system: System) -
             yield {"settings": settings, "error": str(error)}
 
 
-def rank(
+def rank_layouts(
     file: str,
     overrides: list[str],
     choices: list[str],
@@ -55,8 +55,10 @@ def rank(
     try:
         for result in sweep(file, overrides, choices, system):
             results.append(result)
-            told = result.get("error") or f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s/GPU"
-            print(f"{result['settings']}: {told}", flush=True)
+            outcome = (
+                result.get("error") or f"{result['tokens_per_sec_per_gpu']:,.0f} tokens/s/GPU"
+            )
+            print(f"{result['settings']}: {outcome}", flush=True)
             if "error" not in result:
                 keep(result)
     finally:

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from textwrap import wrap
 
-from minitrain.bench import results
-from minitrain.bench.page import LANE, draw_lanes, timeline_actions
+from minitrain.bench.report import Row, error, held_back, merge_results, predicted, read_results
+from minitrain.bench.report_html import LANE, draw_lanes, timeline_actions
 from minitrain.errors import InputError, refused
 from minitrain.run.launch import cli
 from minitrain.run.monitor import svg
@@ -38,8 +38,8 @@ def main(arguments: list[str]) -> None:
         "--out", metavar="FOLDER", default=str(Path(__file__).parent), type=cli.home_path
     )
     options = parser.parse_args(arguments)
-    report = results.merge_results(
-        [result for file in options.files for result in results.read_results(file)], ""
+    report = merge_results(
+        [result for file in options.files for result in read_results(file)], ""
     )
     rows = [row for rows in report.tables.values() for row in rows if "simulated" in row.results]
     pictures = {
@@ -71,15 +71,15 @@ class LogAxis(svg.Axis):
         return [10.0**power for power in powers]
 
 
-def accuracy(rows: list[results.Row]) -> str:
+def accuracy(rows: list[Row]) -> str:
     """Return predicted over published figures, both on log scales: filled dots for rows not fitted to."""
     if not rows:
         raise InputError(
             "no result here is a simulated published row (see bench.py --simulate --json FILE)"
         )
-    held_back = results.held_back(rows)
-    tested = {row.name for row in held_back}
-    figures = [(row, row.published, row.published * results.predicted(row)) for row in rows]
+    not_fitted = held_back(rows)
+    tested = {row.name for row in not_fitted}
+    figures = [(row, row.published, row.published * predicted(row)) for row in rows]
     both = [value for _, *values in figures for value in values]
     low, high = min(both) / 1.3, max(both) * 1.3
     x, y = LogAxis(low, high, 60, 560), LogAxis(low, high, 480, 40)
@@ -89,27 +89,27 @@ def accuracy(rows: list[results.Row]) -> str:
         body += svg.line(
             [(x(low), y(low * share)), (x(high), y(high * share))], "#8a8a8a", dashes
         )
-    for row, published, predicted in figures:
+    for row, published, simulated in figures:
         color = TASKS[kind(row)]
         fill = color if row.name in tested else "#fff"
         body += (
-            f'<circle cx="{x(published):g}" cy="{y(predicted):g}" r="4" fill="{fill}" stroke="{color}" '
-            f'stroke-width="1.5" fill-opacity="0.8"><title>{row.name}: {predicted / published:.2f}</title></circle>'
+            f'<circle cx="{x(published):g}" cy="{y(simulated):g}" r="4" fill="{fill}" stroke="{color}" '
+            f'stroke-width="1.5" fill-opacity="0.8"><title>{row.name}: {simulated / published:.2f}</title></circle>'
         )
     body += svg.legend(TASKS, 80, 60)
     lines = [
         f"open: {len(rows) - len(tested)} rows that constants were fitted to",
         "dashed: 0.8 and 1.25 of published",
     ]
-    if held_back:
-        off = median(map(results.error, held_back))
+    if not_fitted:
+        off = median(map(error, not_fitted))
         lines.insert(0, f"filled: {len(tested)} rows not fitted to, median error {off:.1%}")
     for number, words in enumerate(lines):
         body += svg.text(80, 138 + 16 * number, words)
     return svg.picture(580, 525, f"{len(rows)} published rows, predicted without a GPU", body)
 
 
-def kind(row: results.Row) -> str:
+def kind(row: Row) -> str:
     task = row.tree.get("task", "pretrain")
     if task == "diffusion":
         return "video"
@@ -119,7 +119,7 @@ def kind(row: results.Row) -> str:
 # ------------------------------------------------------------------------------------------------------------- pipeline
 
 
-def pipeline(rows: list[results.Row], name: str) -> str:
+def pipeline(rows: list[Row], name: str) -> str:
     """Return each pipeline rank's actions over the step of row `name`. Raises InputError if it has no pipeline."""
     row = next((row for row in rows if row.name == name), None)
     if row is None or not row.results["simulated"].get("timeline"):

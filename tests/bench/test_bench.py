@@ -24,8 +24,8 @@ from minitrain.bench.measure_sampling import (
     measure_sampling,
     sampling_figures,
 )
-from minitrain.bench.report import beside, details, in_width, markdown, sized, table
 from minitrain.bench.rows import CONVENTIONS, load_row, row_name
+from minitrain.bench.tables import beside, details, in_width, markdown, sized, table
 from minitrain.commands import bench as commands
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler

@@ -17,8 +17,8 @@ from minitrain.bench.proxy import (
     note,
     parse_counts,
 )
-from minitrain.bench.report import is_of_system, label
 from minitrain.bench.rows import CONFIGS, load_row
+from minitrain.bench.tables import is_of_system, label
 from minitrain.commands import bench as benchmark
 from minitrain.commands.bench import write_result
 from minitrain.errors import InputError

@@ -4,7 +4,7 @@ Bars are boxes, timelines inline SVG, all figures also text.
 
 Colors are those of Okabe and Ito, which color-blind readers can tell apart, and never the only
 difference. Where a table does not fit the window, each of its lines becomes a card with named
-figures; only timelines scroll sideways, each in its own box. results.py says what the page shows.
+figures; only timelines scroll sideways, each in its own box. report.py says what the page shows.
 """
 
 import os
@@ -15,9 +15,22 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
-from minitrain.bench import results
-from minitrain.bench.report import calibration_line, result_columns, short
+from minitrain.bench.report import (
+    MODES,
+    Report,
+    Row,
+    accuracy_cells,
+    as_markdown,
+    cells,
+    merge_results,
+    notes,
+    outliers,
+    provenance,
+    read_results,
+    summary,
+)
 from minitrain.bench.rows import CONFIGS, FIGURES, SOURCES
+from minitrain.bench.tables import calibration_line, result_columns, short
 from minitrain.errors import refused
 
 PICTURE = Path(__file__).parents[1] / "results/pictures/accuracy.svg"
@@ -129,25 +142,21 @@ def write_report(files: list[str], folder: str) -> None:
 
     Raises InputError for what cannot be read or written.
     """
-    lines = [result for file in files for result in results.read_results(file)]
-    report = results.merge_results(lines, date.today().isoformat())
+    lines = [result for file in files for result in read_results(file)]
+    report = merge_results(lines, date.today().isoformat())
     target = Path(folder)
     with refused(f"--out={folder} cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
-        (target / "report.md").write_text(results.as_markdown(report), encoding="utf-8")
+        (target / "report.md").write_text(as_markdown(report), encoding="utf-8")
         (target / "report.html").write_text(make_page(report, target), encoding="utf-8")
-    print(
-        f"{results.summary(report)}\nwrote {target / 'report.md'}; open {target / 'report.html'}"
-    )
+    print(f"{summary(report)}\nwrote {target / 'report.md'}; open {target / 'report.html'}")
 
 
-def make_page(report: results.Report, folder: Path) -> str:
+def make_page(report: Report, folder: Path) -> str:
     """Return the page. folder: where it will be, from which links to configs lead."""
     sections = {}
-    if cells := results.accuracy_cells(report):
-        sections["Accuracy of the simulation"] = html_table(cells) + bullets(
-            results.outliers(report)
-        )
+    if accuracy := accuracy_cells(report):
+        sections["Accuracy of the simulation"] = html_table(accuracy) + bullets(outliers(report))
     for title, rows in report.tables.items():
         sections[title] = published_table(title, rows, folder)
     if report.calibrations:
@@ -162,10 +171,10 @@ def make_page(report: results.Report, folder: Path) -> str:
         picture = f"<figure>{drawing}<figcaption>{caption}</figcaption></figure>"
     return PAGE.substitute(
         day=report.day,
-        summary=escape(results.summary(report)),
+        summary=escape(summary(report)),
         picture=picture,
-        provenance=bullets(results.provenance(report)),
-        key=color_key({mode: mode for mode in ("published", *results.MODES)}),
+        provenance=bullets(provenance(report)),
+        key=color_key({mode: mode for mode in ("published", *MODES)}),
         contents="".join(f"<li>{link('#' + names[title], title)}</li>" for title in sections),
         sections="\n".join(
             f'<section id="{names[title]}"><h2>{escape(title)}</h2>{body}</section>'
@@ -174,7 +183,7 @@ def make_page(report: results.Report, folder: Path) -> str:
     )
 
 
-def published_table(title: str, rows: list[results.Row], folder: Path) -> str:
+def published_table(title: str, rows: list[Row], folder: Path) -> str:
     """Return the rows of a published table: bars, figures, notes, and folds of details."""
     source = next((url for name, url in SOURCES.items() if title.startswith(name)), None)
     body = f"<p>{link(source, 'the published page')}</p>" if source else ""
@@ -183,8 +192,8 @@ def published_table(title: str, rows: list[results.Row], folder: Path) -> str:
     links = [
         quote(os.path.relpath(CONFIGS.resolve() / f"{row.name}.yaml", folder)) for row in rows
     ]
-    body += f'<div class="chart">{bars}</div>' + html_table(results.cells(rows), links)
-    return body + bullets(results.notes(rows)) + "".join(map(row_details, shown))
+    body += f'<div class="chart">{bars}</div>' + html_table(cells(rows), links)
+    return body + bullets(notes(rows)) + "".join(map(row_details, shown))
 
 
 def link(url: str, text: str) -> str:
@@ -211,9 +220,9 @@ def html_table(columns: dict[str, list[str]], links: list[str] | None = None) ->
         texts = list(map(escape, line))
         if links:
             texts[0] = link(links[number], line[0])
-        cells = zip(columns, texts, strict=True)
+        pairs = zip(columns, texts, strict=True)
         body += "<tr>"
-        body += "".join(f'<td data-name="{escape(name)}">{text}</td>' for name, text in cells)
+        body += "".join(f'<td data-name="{escape(name)}">{text}</td>' for name, text in pairs)
         body += "</tr>"
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead><tr>{head}</tr></thead>'
@@ -224,10 +233,10 @@ def html_table(columns: dict[str, list[str]], links: list[str] | None = None) ->
 # --- bars
 
 
-def row_bars(row: results.Row) -> str:
+def row_bars(row: Row) -> str:
     """Return a row's figures as bars, the published one of the same length everywhere."""
     lines = bar("published", row.published, 1.0)
-    for mode in results.MODES:
+    for mode in MODES:
         if result := row.results.get(mode):
             lines += bar(mode, result[row.figure], result["ratio"])
     return f'<div><div class="name">{escape(row.short_name)}, {FIGURES[row.figure]}</div>{lines}</div>'
@@ -261,7 +270,7 @@ def stacked_bar(parts: dict[str, float], whole: float, unit: str, label: str) ->
 # --- details of one simulation
 
 
-def row_details(row: results.Row) -> str:
+def row_details(row: Row) -> str:
     """Return folds: simulated memory, time and pipeline, and a measured step's time, as known."""
     folds = ""
     if result := row.results.get("simulated"):

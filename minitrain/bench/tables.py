@@ -1,0 +1,292 @@
+"""Results as lines of JSON, as --json writes them, and as a table for the terminal, in Markdown."""
+
+import json
+import sys
+from pathlib import Path
+
+from minitrain.errors import InputError, refused
+from minitrain.run.config.config_yaml import type_and_value
+
+# words in the names of GPUs that are slower than a system's, or parts of them
+OTHER_FORMS = {"pcie", "nvl", "mig"}
+KINDS = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}
+
+
+def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
+    """Return the object of each line of a file that --json wrote, behind its place for messages.
+
+    Raises InputError.
+    """
+    with refused(f"{option} {file} cannot be read"):
+        lines = Path(file).read_text(encoding="utf-8").split("\n")
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{option} {file}, line {number}"
+        try:
+            result = json.loads(line)
+        except (ValueError, RecursionError):
+            raise InputError(
+                f"{where} is not JSON, as --json writes (was it cut short?)"
+            ) from None
+        need(where, {"result": result}, dict, "result")
+        found.append((where, result))
+    return found
+
+
+def need(where: str, values: dict, kind: type, *names: str) -> None:
+    """Raise InputError if one of these is missing, not of the kind, or, for float, not above 0."""
+    for name in names:
+        value = values.get(name)
+        is_number = isinstance(value, int | float) and 0 < value <= sys.float_info.max
+        if not (is_number if kind is float else isinstance(value, kind)):
+            found = f", not {type_and_value(value)}" if name in values else ""
+            raise InputError(f"{where} needs {name}, {KINDS[kind]}{found}")
+
+
+def need_rates(where: str, outcome: dict) -> None:
+    """Raise InputError if this is not what --calibrate writes."""
+    need(where, outcome, float, "attention_forward", "attention_backward", "memory")
+    need(where, outcome, dict, "matmul")
+    need(where, outcome["matmul"], float, *outcome["matmul"])
+
+
+# --- cells and columns
+
+# columns of a terminal
+WIDTH = 100
+# columns of text
+NAMES = ("row", "settings", "machine")
+# from large to small, each with its size
+UNITS = {
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6},
+    "GiB": {"GiB": 1.0, "MiB": 2**-10},
+    "TFLOP/s": {"TFLOP/s": 1.0, "GFLOP/s": 1e-3},
+}
+
+# of --wide: name, unit and key
+RARE = (
+    ("clean", "TFLOP/s", "clean_tflops_per_gpu"),
+    ("matmul", "TFLOP/s", "matmul_tflops"),
+    ("estimated", "GiB", "estimated_memory_gib"),
+    ("activations", "GiB", "activations_gib"),
+    ("activations estimated", "GiB", "estimated_activations_gib"),
+    ("compile", "s", "compile_s"),
+    # the phases of a GRPO step
+    ("generation", "s", "generation_s"),
+    ("logprobs", "s", "logprobs_s"),
+    ("training", "s", "training_s"),
+    ("refit", "s", "refit_s"),
+)
+
+
+def format_number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def short(value: float | None) -> str:
+    return format_number(value, ",.0f" if value and value >= 1000 else ".4g")
+
+
+def column(results: list[dict], key: str, form: str) -> list[str]:
+    """Return a figure of each result as text, empty where a result has none."""
+    return [format_number(result.get(key), form) for result in results]
+
+
+def sized(name: str, unit: str, results: list[dict], key: str) -> dict[str, list[str]]:
+    """Return a column of figures in the unit that suits the largest of them."""
+    values = [result.get(key) or 0.0 for result in results]
+    largest = max(values, default=0.0)
+    sizes = UNITS[unit]
+    # or the smallest
+    unit = next((each for each in sizes if largest >= sizes[each]), [*sizes][-1])
+    size = sizes[unit]
+    return {f"{name} {unit}".strip(): [f"{x / size:.4g}" if x else "" for x in values]}
+
+
+def filled(columns: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the columns that have text in any line."""
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def by_column(lines: list[dict[str, str]]) -> dict[str, list[str]]:
+    """Return the columns of lines that all have the same keys."""
+    return filled({name: [line[name] for line in lines] for name in (lines or [{}])[0]})
+
+
+def markdown(columns: dict[str, list[str]]) -> str:
+    """Return aligned Markdown of equally long columns: the first is text, the others are numbers."""
+    widths = [max(2, *map(len, (name, *cells))) for name, cells in columns.items()]
+    rules = ["-" * (width - 1) + ":" for width in widths]
+    rules[0] = "-" * widths[0]
+    forms = [f">{width}" for width in widths]
+    forms[0] = f"<{widths[0]}"
+    lines = [columns, rules, *zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(map(format, line, forms))} |" for line in lines)
+
+
+def in_width(columns: dict[str, list[str]]) -> str:
+    """Return `markdown` of the columns in WIDTH: names that make it wider stand above, by number."""
+    text = markdown(columns)
+    if max(map(len, text.splitlines())) <= WIDTH:
+        return text
+    names = [cells for name, cells in columns.items() if name in NAMES]
+    figures = {name: cells for name, cells in columns.items() if name not in NAMES}
+    texts = list(map(", ".join, zip(*names, strict=True)))
+    if len(texts) > 1:
+        figures = {"": [str(n + 1) for n in range(len(texts))]} | figures
+        texts = [f"{n}: {each}" for n, each in enumerate(texts, 1)]
+    return "\n".join([*texts, markdown(figures)])
+
+
+# --- the terminal's table
+
+
+def table(results: list[dict], wide: bool = False) -> str:
+    """Return a line per result, below one per machine, and what each says of another library.
+
+    wide: with all columns, in whatever width.
+    """
+    columns = result_columns(results)
+    if wide:
+        columns = filled(columns | rare_columns(results))
+    body = markdown(columns) if wide else in_width(columns)
+    machines = dict.fromkeys(map(machine, results))
+    return "\n".join([*machines, body, *(beside(r) for r in results if "versus" in r)])
+
+
+def result_columns(results: list[dict]) -> dict[str, list[str]]:
+    """Return the columns of results; those that no result fills are left out."""
+    several = len(set(map(machine, results))) > 1
+    columns = {
+        "row": [label(r) for r in results],
+        "machine": [f"{r['device']} x {r['world_size']}" if several else "" for r in results],
+        "fits": [{True: "yes", False: "no"}.get(r.get("fits"), "") for r in results],
+        **sized("step", "s", results, "step_time_s"),
+        "spread": [spread(r) for r in results],
+        "tokens/s/GPU": [short(r["tokens_per_sec_per_gpu"]) for r in results],
+        **sized("prefill", "s", results, "first_tokens_s"),
+        "decoded/s": [short(r.get("decode_tokens_per_sec_per_gpu")) for r in results],
+        "MBU": column(results, "decode_mbu", ".1%"),
+        **sized("", "TFLOP/s", [{} if is_sampling(r) else r for r in results], "tflops_per_gpu"),
+        "MFU": column(results, "mfu", ".1%"),
+        **sized("peak", "GiB", results, "peak_memory_gib"),
+        "ratio": column(results, "ratio", ".3f"),
+        "recipe": column([r.get("as_published") or {} for r in results], "ratio", ".3f"),
+    }
+    return filled(columns)
+
+
+def rare_columns(results: list[dict]) -> dict[str, list[str]]:
+    """Return the columns that --wide adds."""
+    columns = {}
+    for name, unit, key in RARE:
+        columns |= sized(name, unit, results, key)
+    compared = [{} if r["ratio"] is None else r["reference"] for r in results]
+    columns["published tokens/s"] = column(compared, "tokens_per_sec_per_gpu", ",.0f")
+    return columns | sized("published step", "s", results, "published_step_time_s")
+
+
+def spread(result: dict) -> str:
+    """Return how far apart a run's fastest and slowest steps are, as a share of the median."""
+    if "step_time_max_s" not in result:
+        return ""
+    return (
+        f"{(result['step_time_max_s'] - result['step_time_min_s']) / result['step_time_s']:.0%}"
+    )
+
+
+def beside(result: dict) -> str:
+    """Say how fast a result is beside another library."""
+    library = "training the whole model" if result["versus"] == "full" else result["versus"]
+    low, high = result["versus_ratio_range"]
+    line = f"{result['row']}: {result['versus_ratio']:.2f} times as fast as {library} ({low:.2f} to {high:.2f})"
+    if "versus_memory_gib" not in result:
+        return line
+    ours, theirs = result["versus_memory_gib"]
+    return f"{line}, in {ours:.3f} GiB where that takes {theirs:.3f}"
+
+
+def machine(result: dict) -> str:
+    """Name the machine of a result, and the rate that its MFU is a share of."""
+    simulated = "simulated" in (result["mode"], result.get("extrapolated_from"))
+    return (
+        f"{result['device']}, {result['world_size']} process(es), torch {result['torch']}; "
+        f"MFU is of the matmul rate {'of large products there' if simulated else 'measured here'}"
+    )
+
+
+def details(result: dict) -> str:
+    """Tell of a profile or a simulation, besides its line in the table, a GPU's figures per step.
+
+    They are the first rank's; memory is that of the rank with the most.
+    """
+    seconds = f"seconds: {amounts(result['breakdown_s'])}"
+    if result["mode"] == "measured":
+        return seconds
+    model = result["clean_tflops_per_gpu"] * result["step_time_s"]
+    messages = [
+        f"{name} {calls:,} x, {size / 2**30:,.4g} GiB"
+        for name, (calls, size) in sorted(result["collectives"].items())
+    ]
+    lines = [
+        f"FLOPs: executed {result['executed_flops_per_gpu'] / 1e12:,.5g} TFLOP, of the model {model:,.5g}",
+        f"messages: {'; '.join(messages) or 'none'}",
+        seconds,
+        f"GiB: {amounts(result['memory_gib'])}, of {result['capacity_gib']:.4g}",
+    ]
+    return "\n".join(lines)
+
+
+def amounts(parts: dict[str, float]) -> str:
+    # less than 1e-9 is rounding
+    return ", ".join(f"{name} {amount:.3g}" for name, amount in parts.items() if amount > 1e-9)
+
+
+def label(result: dict) -> str:
+    """Return the row's name, and what makes the result another thing than a measured step of it."""
+    notes = [] if result["mode"] == "measured" else [result["mode"]]
+    changed = result["reference"].get("changed", [])
+    if result["mode"] == "simulated" and not on_own_system(result):
+        notes[0] += f" on {result['system']}"
+        changed = [name for name in changed if name != "system"]
+    if is_sampling(result):
+        notes.append("sampling")
+    if result.get("proxy"):
+        layers = result["layers"]
+        counts = " and ".join(map(str, layers)) if isinstance(layers, list) else layers
+        notes.append(f"proxy, {counts} of {result['full_layers']} layers")
+    if changed and (result["mode"] == "extrapolated" or not result.get("proxy")):
+        notes.append(f"changed: {', '.join(changed)}")
+    return f"{result['row']} ({'; '.join(notes)})" if notes else result["row"]
+
+
+def is_sampling(result: dict) -> bool:
+    return "first_tokens_s" in result
+
+
+def on_own_system(result: dict) -> bool:
+    """Return False for a result of another system than its config's published row names."""
+    published = result["reference"].get("system")
+    if published and result["mode"] == "simulated":
+        return (result.get("system") or published).lower() == published.lower()
+    return not published or is_of_system(result["device"], published)
+
+
+def is_of_system(machine: str, system: str) -> bool:
+    """Return whether `machine`, a system's or a device's name, belongs to a published system."""
+    words = set(machine.lower().split())
+    name = system.lower()
+    return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(
+        OTHER_FORMS
+    )
+
+
+def calibration_line(outcome: dict) -> str:
+    products = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in outcome["matmul"].items())
+    return (
+        f"{outcome['device']}, torch {outcome['torch']}: matrix products {products} TFLOP/s; attention forward "
+        f"{outcome['attention_forward'] / 1e12:.4g}, backward {outcome['attention_backward'] / 1e12:.4g} TFLOP/s; "
+        f"memory {outcome['memory'] / 1e9:.4g} GB/s"
+    )
