@@ -357,7 +357,7 @@ class Scripted:
 
 
 def worker(right, seed=0, **grpo):
-    config = configs.from_dict(TREE | {"seed": seed, "grpo": {"prompts": 2, "group": 4} | grpo})
+    config = configs.from_dict(TREE | {"seed": seed, "grpo": {"prompts": 2, "group": 4, "mock_digits": 2} | grpo})
     problems, _, tokenizer, ends = open_problems(config)
     start(config)  # replicas talk to each other even if there is one
     return RolloutWorker(config, Scripted(right), tokenizer, ends, exact, 0, 1, None), problems
@@ -454,7 +454,7 @@ def test_what_is_said_of_a_steps_responses():
 
 def test_length_costs():
     sampling, problems = worker(
-        [2], overlong_buffer=4, overlong_penalty=0.5
+        [2], mock_digits=4, overlong_buffer=4, overlong_penalty=0.5
     )  # from 4 of 8 tokens on
     assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
     assert sampling.evaluate(problems, 2)["pass@1"] == 2 / 8  # right is right
@@ -611,7 +611,7 @@ def test_length_alone_is_no_signal():
 
     The longer ones would otherwise be the worse ones, and a policy that only gives up early would be the better one.
     """
-    sampling, problems = worker([2], generations=3, overlong_buffer=4)
+    sampling, problems = worker([2], mock_digits=4, generations=3, overlong_buffer=4)
     sampling.reward = lambda *_: 0.0
     groups = sampling.collect(problems, first=0)
     assert [r.reward for r in groups[0]] == [-1 / 4] * 2 + [0.0] * 2 and [
