@@ -195,7 +195,11 @@ def attention_part_backward(
 def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
     """Return x [...] with its dimensions in memory in the order of those of `like`."""
     wanted = torch.empty_like(like, device="meta").stride()
-    return x if x.stride() == wanted else torch.empty_like(like).copy_(x)
+    # of a dimension of size 1, as often the batch, any stride will do
+    strides = zip(x.shape, x.stride(), wanted, strict=True)
+    if all(size == 1 or mine == its for size, mine, its in strides):
+        return x
+    return torch.empty_like(like).copy_(x)
 
 
 @attention_part.register_fake
