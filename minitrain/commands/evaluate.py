@@ -33,12 +33,7 @@ def main(arguments: list[str]) -> None:
     from minitrain.data.chat.chat_templates import choose_template
     from minitrain.data.chat.sft import Chats, fit, read_samples
     from minitrain.data.records import Skips
-    from minitrain.data.text.text_rows import (
-        cut_documents,
-        find_documents,
-        read_documents,
-        tokenize,
-    )
+    from minitrain.data.text import text_rows
     from minitrain.data.tokenizer import load_tokenizer, tokenizer_folder
     from minitrain.formats.peft import load_merged
     from minitrain.run.launch.start import pick_device
@@ -55,9 +50,10 @@ def main(arguments: list[str]) -> None:
         samples = read_samples(Data("jsonl", options.files), template, tokenizer, Skips())
         samples, note = fit(samples, seq_len, "drop")
     else:
-        files, note = find_documents(options.files, options.field, options.kind)
-        corpus = tokenize(read_documents(files, options.field, options.kind), tokenizer)
-        samples = cut_documents(corpus, seq_len)
+        files, note = text_rows.find_documents(options.files, options.field, options.kind)
+        documents = text_rows.read_documents(files, options.field, options.kind)
+        corpus = text_rows.tokenize(documents, tokenizer)
+        samples = text_rows.cut_documents(corpus, seq_len)
     if not samples:
         raise InputError(f"{' '.join(options.files)}: no token to predict{note}")
     rows = Chats(samples, seq_len, 0, packed=True, numbered=True)
