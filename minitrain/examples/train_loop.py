@@ -3,7 +3,7 @@
     python -m minitrain.examples.train_loop                              # about 20 s on a CPU
     torchrun --nproc_per_node 4 -m minitrain.examples.train_loop tp=2    # the same losses
 
-A script to copy: any technique may be left out. Pipelines are in parallel/parallelize.py.
+Words: model, cp, tp, ep, recompute, compile=1, steps, out. Left out: pipelines (parallelize.py).
 """
 
 import os
@@ -26,6 +26,7 @@ from minitrain.training.optim import clip_gradients, learning_rate, make_optimiz
 from minitrain.training.packing import rows
 
 words = dict(word.split("=") for word in sys.argv[1:])
+assert words.keys() <= {"model", "cp", "tp", "ep", "recompute", "compile", "steps", "out"}, words
 cp, tp, ep = (int(words.get(name, 1)) for name in ("cp", "tp", "ep"))
 batch, micro, seq_len, steps = 16, 4, 256, int(words.get("steps", 40))
 if "RANK" not in os.environ:  # no torchrun: a world of one rank, and the same code from here on
@@ -73,8 +74,7 @@ for step in range(steps):
     if dist.get_rank() == 0:
         print(f"step {step + 1}: loss {loss:.6f}, norm {norm:.6f}, learning rate {lr:.6f}")
 
-# all ranks gather, rank 0 keeps; torch warns of two all-gathers for what tp and FSDP both split
-tensors = list(shards.full_tensors(model, wanted=lambda name: True))
+tensors = list(shards.full_tensors(model, wanted=lambda name: True))  # all ranks gather, 0 keeps
 if dist.get_rank() == 0:
     save_tensors(tensors, config, torch.float32, folder := words.get("out", "out/train-loop"))
     ByteTokenizer().save(folder)  # transformers loads both
