@@ -63,7 +63,8 @@ TECHNIQUES = [
     if file.parent.name == "parallel" and file.stem not in ("__init__", "parallelize")
 ]
 TECHNIQUES += [
-    Path("minitrain/training", f"{name}.py") for name in ("loss", "optim", "adamw", "flow")
+    Path("minitrain/training", f"{name}.py")
+    for name in ("loss", "optim", "adamw", "flow", "sigmas")
 ]
 
 # tokens of code that a room may have: what it gains it pays for, or the change says why it may grow

@@ -3,7 +3,7 @@
     python -m minitrain.examples.train_loop                              # about 20 s on a CPU
     torchrun --nproc_per_node 4 -m minitrain.examples.train_loop tp=2    # the same losses
 
-A script to copy: any technique may be left out. Pipelines are in parallel/parallelize.py.
+Words: model, cp, tp, ep, recompute, compile=1, steps, out. Left out: pipelines (parallelize.py).
 """
 
 import os
@@ -26,6 +26,7 @@ from minitrain.training.optim import clip_gradients, learning_rate, make_optimiz
 from minitrain.training.packing import rows
 
 words = dict(word.split("=") for word in sys.argv[1:])
+assert words.keys() <= {"model", "cp", "tp", "ep", "recompute", "compile", "steps", "out"}, words
 cp, tp, ep = (int(words.get(name, 1)) for name in ("cp", "tp", "ep"))
 batch, micro, seq_len, steps = 16, 4, 256, int(words.get("steps", 40))
 if "RANK" not in os.environ:  # no torchrun: a world of one rank, and the same code from here on

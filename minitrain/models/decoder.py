@@ -184,10 +184,10 @@ class Decoder(nn.Module):
         """
         window = self.config.sliding_window
         # kernels with sinks need an attn_mask (`plain=False`), as windows do anyway
-        mask = self.make_mask(length, device, document_ids, plain=not self.config.sinks)
-        return mask, self.make_mask(
-            length, device, document_ids, window=window
-        ) if window else None
+        full = self.make_mask(length, device, document_ids, plain=not self.config.sinks)
+        if not window:
+            return full, None
+        return full, self.make_mask(length, device, document_ids, window=window)
 
     def _rotary(self, positions: Tensor, cache=None) -> tuple[Tensor, Tensor] | None:
         """Return `rotary_tables` of positions [batch or 1, seq], None without rotary embeddings."""

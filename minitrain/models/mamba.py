@@ -115,10 +115,10 @@ class Mamba2(nn.Module):
         document_ids: int [batch, seq]; a change clears state and convolution.
         cache: the states of earlier tokens (rollout/caches.py).
         """
-        heads = self.shape.heads // self.shape.groups
+        group_heads = self.shape.heads // self.shape.groups
         head_dim = self.shape.head_dim
-        state = self.shape.state
-        split = [heads * head_dim, heads * head_dim + 2 * state, heads]
+        n_state = self.shape.state
+        split = [group_heads * head_dim, group_heads * head_dim + 2 * n_state, group_heads]
         # [batch, seq, groups, z + x + B + C + dt]
         projected = self.in_proj(self.gather(x)).unflatten(-1, (-1, sum(split)))
         # mixed: x, B, C, which the convolution mixes along seq
@@ -143,7 +143,7 @@ class Mamba2(nn.Module):
         state: of earlier tokens, overwritten by that after the last.
         groups: those of this mixer's that mixed and dt have (context parallelism).
         """
-        heads = dt.shape[-1]
+        group_heads = dt.shape[-1]
         head_dim = self.shape.head_dim
         conv, ssm = (None, None) if state is None else state
 
@@ -156,15 +156,15 @@ class Mamba2(nn.Module):
         mixed = causal_conv(mixed, weight, bias, document_ids, conv)
         # not F.silu: the compiler would keep its fp32 intermediate
         mixed = mixed * torch.sigmoid(mixed)
-        state = self.shape.state
-        x, b, c = mixed.split([heads * head_dim, state, state], dim=-1)
-        dt = F.softplus(dt.float() + of_groups(self.dynamics.dt_bias, heads))
+        n_state = self.shape.state
+        x, b, c = mixed.split([group_heads * head_dim, n_state, n_state], dim=-1)
+        dt = F.softplus(dt.float() + of_groups(self.dynamics.dt_bias, group_heads))
         if self.shape.dt_min:
             dt = dt.clamp(min=self.shape.dt_min)
-        a = -of_groups(self.dynamics.A_log, heads).exp()
-        d = of_groups(self.dynamics.D, heads)
+        a = -of_groups(self.dynamics.A_log, group_heads).exp()
+        d = of_groups(self.dynamics.D, group_heads)
         # [batch, seq, groups, heads, head_dim]
-        x = x.unflatten(-1, (heads, head_dim))
+        x = x.unflatten(-1, (group_heads, head_dim))
         chunk = min(self.shape.chunk, x.shape[1])
         return scan(x, dt, a, d, b, c, chunk, document_ids, ssm)
 

@@ -38,9 +38,10 @@ that hold the same experts. Data-, context- and tensor-parallel ranks all count 
 ranks there, since each has other tokens. Routers and shared experts are not changed.
 
 What a model must have: `blocks`, and in them modules with an exchange point `dispatch`, whose
-default for one rank is as that of models/moe.py, and with `experts`, which that gets. `experts` is a
-module with `num_experts`, of all ranks, whose parameters are stacks [experts, ...], and is called
-with rows [rows, width], their weights [rows] and the number of rows of each expert of this rank.
+default for one rank is as that of models/moe.py, and an `experts` module, which is passed to
+`dispatch`. Its `num_experts` counts those of all ranks, its parameters are stacks [experts, ...], and
+it is called with rows [rows, width], their weights [rows] and the number of rows of each expert of
+this rank.
 tests/distributed/test_own_parts.py has one that is not ours.
 
 Left out: overlap of routed experts and all-to-all; one send per node in place of one per rank.

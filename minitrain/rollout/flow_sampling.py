@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.errors import InputError
-from minitrain.training.flow import shift_sigma
+from minitrain.training.sigmas import shift_sigma
 
 # the sigma that stands for 1, since pure noise has no signal
 MOST_NOISE = 1 - 1e-6

@@ -58,7 +58,7 @@ class JoinedLinear(nn.Linear):
     joined: Joined
 
     def forward(self, x: Tensor) -> Tensor:
-        # called alone, for the sake of a hook: not for the others, too
+        # called alone because it has a hook: compute only this Linear
         return multiply(self.joined, x)[0] if len(self.linears) == 1 else super().forward(x)
 
     @staticmethod
@@ -155,7 +155,7 @@ class SamplerWeights:
     def _leave(self) -> None:
         for module, kind in reversed(self.classes):
             module.__class__ = kind
-            for name in JoinedLinear.__annotations__:
+            for name in ("linears", "joined"):
                 module.__dict__.pop(name, None)
         self.classes.clear()
 

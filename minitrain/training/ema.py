@@ -45,9 +45,9 @@ def update_averages(
 
 
 def check_averages(optimizer: torch.optim.Optimizer, settings: Optim, step: int) -> list[str]:
-    """Drop averages that the settings do not ask for, as those of a checkpoint. Return what to tell.
+    """Drop averages that the settings no longer ask for, and return notes for the user.
 
-    step: how many steps are done.
+    step: the number of steps that are done.
     """
     found = [state for state in optimizer.state.values() if "ema" in state]
     if found and not settings.ema:

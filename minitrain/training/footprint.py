@@ -1,8 +1,8 @@
 """Estimate the bytes of a rank's weights, gradients and optimizer states before allocating them.
 
 Bytes per parameter: weights 4 (2 with precision=bf16-pure, or if frozen with bf16), gradients as
-many as weights, averages 4 (optim.ema). What an optimizer keeps it is asked itself: AdamW 8 (4 with
-optim.states=bf16), Muon 4. Left out: activations, gathered weights, and what libraries take.
+many as weights, averages 4 (optim.ema). Optimizer-state bytes are measured on a stand-in: AdamW 8
+(4 with optim.states=bf16), Muon 4. Left out: activations, gathered weights, and what libraries take.
 """
 
 import math
@@ -46,7 +46,7 @@ def state_bytes(parameters: Iterable[tuple[str, Tensor]], optim: Optim) -> int:
     """Return the bytes of the optimizer's states for trained parameters [...], each with its name.
 
     They are those after one step on stand-ins, two numbers wide: a stand-in for each kind of
-    parameter. States that have not their parameter's shape are left out.
+    parameter. States whose shape differs from the parameter's are left out.
     """
     # by name without the layer's number, dimensions and type
     numbers = Counter()

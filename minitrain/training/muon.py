@@ -19,9 +19,9 @@ each matrix is made whole on one of the ranks that share it:
 Cost: a rank sends (n - 1) / n of its shards each way, 2 bytes a number in bf16: 1/n of what FSDP
 gathers for a forward pass. Matrices that FSDP and tensor parallelism split take an exchange over
 each. Experts are whole over ep. Replicas (HSDP) send nothing and compute the same. A rank holds
-about one whole matrix at a time, or its share of a stack of experts. Where a shape has fewer
-matrices than ranks, or no multiple, zeros make up a multiple: they travel too, and their ranks
-compute for nothing.
+about one whole matrix at a time, or its share of a stack of experts. If the number of matrices of a
+shape is not a multiple of the ranks, it is padded with zero matrices, which travel, too, and whose
+ranks compute for nothing.
 
 Shards are padded with zeros to equal sizes, and rows of ranks may be interleaved, as where FSDP
 shards tensor parallelism's shards. Neither matters: zero rows stay zero, and permuting a matrix's

@@ -21,6 +21,11 @@ def test_it_fits_one_screen():
     assert len(file.read_text(encoding="utf-8").splitlines()) <= 80
 
 
+def test_a_misspelled_word_is_refused():
+    run = command("-m", MODULE, "step=4")
+    assert run.returncode and "AssertionError: {'step': '4'}" in run.stderr and not run.stdout
+
+
 def test_four_ranks_with_tensor_parallelism_have_the_losses_of_one(tmp_path):
     alone = losses(command("-m", MODULE, "steps=4", f"out={tmp_path / 'alone'}"))
     ranks = torchrun(4, "-m", MODULE, "steps=4", "tp=2", f"out={tmp_path / 'ranks'}")

@@ -38,10 +38,8 @@ def tokenizer_with(folder: Path, jinja: str | list, specials: list[str]):
 
 def save_with_adapter(folder: Path, **fields) -> list[str]:
     """A model in folder/model and adapters of zeros in folder/adapter; the words that say so on a command line."""
-    model, lora = (
-        Decoder(model_config("llama3-8b-tiny", vocab_size=320, **fields)),
-        Lora(rank=2, targets=["q_proj"]),
-    )
+    model = Decoder(model_config("llama3-8b-tiny", vocab_size=320, **fields))
+    lora = Lora(rank=2, targets=["q_proj"])
     save_pretrained(model, folder / "model")
     zeros = (
         (name, torch.zeros(shape)) for name, shape in adapter_shapes(model.config, lora).items()

@@ -79,10 +79,8 @@ class Batches:
     """So many global batches, one after the other, as a dataset."""
 
     def __init__(self, config: Config, steps: int, batch: Callable = ragged_batch):
-        self.batches, self.rows = (
-            [batch(config, step) for step in range(steps)],
-            config.batch.global_,
-        )
+        self.batches = [batch(config, step) for step in range(steps)]
+        self.rows = config.batch.global_
 
     def __len__(self) -> int:
         return len(self.batches) * self.rows
@@ -338,10 +336,8 @@ def relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> floa
     """
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
-    difference, size = (
-        (actual.double() - expected).norm().item(),
-        max(expected.double().norm().item(), least),
-    )
+    difference = (actual.double() - expected).norm().item()
+    size = max(expected.double().norm().item(), least)
     if difference == 0:
         return 0.0
     return difference / size if size else float("inf")

@@ -65,10 +65,8 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="minitrain-pool-")
         self.workers: list[Worker] = []
         self.numbers = itertools.count()
-        self.group = (
-            0,
-            "",
-        )  # world size and store file of the process group that the workers have now
+        # world size and store file of the process group that the workers have now
+        self.group = (0, "")
         self.left = RUNS  # how many more runs have it
         self.runs = 0  # of the present workers
 

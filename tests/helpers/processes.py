@@ -113,11 +113,9 @@ class Ranks:
     def __init__(self, world: int, log: Path, function: Callable, *args: Any):
         start_server()
         # no events: whoever is killed while setting one keeps its lock for ever
-        self.port, self.log, self.watched = (
-            reserved_port(),
-            log,
-            [SERVER.Semaphore(0) for _ in range(world)],
-        )
+        self.port = reserved_port()
+        self.log = log
+        self.watched = [SERVER.Semaphore(0) for _ in range(world)]
         port = self.port.getsockname()[1]
         self.processes = [
             fork(rank_main, function, args, rank, world, port, log, watched, daemon=True)

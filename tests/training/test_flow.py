@@ -14,13 +14,8 @@ from minitrain.errors import InputError
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.settings import Diffusion
-from minitrain.training.flow import (
-    FlowMatching,
-    Noised,
-    check_diffusion,
-    sigma_from_uniform,
-    weight,
-)
+from minitrain.training.flow import FlowMatching, Noised
+from minitrain.training.sigmas import check_diffusion, loss_weight, sigma_from_uniform
 
 EVEN = (
     torch.arange(4000, dtype=torch.float64) + 0.5
@@ -138,8 +133,10 @@ def test_a_slice_of_uniform_numbers_has_the_closed_form():
 
 
 def test_weights():
-    assert (weight(EVEN, Diffusion()) == 1).all()
-    torch.testing.assert_close(weight(EVEN, Diffusion(weighting="linear", shift=3)), 1 + 3 * EVEN)
+    assert (loss_weight(EVEN, Diffusion()) == 1).all()
+    torch.testing.assert_close(
+        loss_weight(EVEN, Diffusion(weighting="linear", shift=3)), 1 + 3 * EVEN
+    )
 
 
 @pytest.mark.parametrize("mean, std", [(0.0, 1.0), (-0.5, 0.7)])
@@ -156,7 +153,7 @@ def test_logit_normal_is_that_of_diffusers(mean, std):
 @pytest.mark.parametrize("scheme", ["sigma_sqrt", "cosmap", "none"])
 def test_weights_are_those_of_diffusers(scheme):
     theirs = compute_loss_weighting_for_sd3(scheme, EVEN).float()
-    torch.testing.assert_close(weight(EVEN, Diffusion(weighting=scheme)).float(), theirs)
+    torch.testing.assert_close(loss_weight(EVEN, Diffusion(weighting=scheme)).float(), theirs)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 0.5])
@@ -168,9 +165,9 @@ def test_the_bell_is_that_of_diffsynth(shift):
     theirs = torch.exp(-2 * ((timesteps - 500) / 1000) ** 2)
     theirs = theirs - theirs.min()
     theirs = theirs * (1000 / theirs.sum())
-    ours = weight(sigmas, Diffusion(weighting="bell", shift=shift))
+    ours = loss_weight(sigmas, Diffusion(weighting="bell", shift=shift))
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
-    mean = weight(
+    mean = loss_weight(
         sigma_from_uniform(EVEN, Diffusion("uniform", shift=shift)),
         Diffusion(weighting="bell", shift=shift),
     )

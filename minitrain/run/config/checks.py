@@ -24,7 +24,7 @@ from minitrain.run.config.layout_checks import (
     unused_pipeline_faults,
 )
 from minitrain.settings import Config
-from minitrain.training.flow import check_diffusion
+from minitrain.training.sigmas import check_diffusion
 
 VIDEOS = ("latents", "shapes")
 # kinds of data that can be mixed
