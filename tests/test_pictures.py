@@ -15,7 +15,7 @@ from minitrain.commands import curves
 from minitrain.errors import InputError
 from minitrain.run.monitor import svg
 from tests.helpers.commands import ROOT
-from tests.test_house import ROOMS, TREES, imported, room
+from tests.test_house import ROOMS, TREES, imported
 
 PICTURES = ROOT / "results" / "pictures"
 RESULTS = sorted((ROOT / "results" / "simulated").glob("*.jsonl"))
@@ -74,7 +74,7 @@ def test_rooms_are_those_of_the_house_in_its_order():
     inside_run = {"config", "launch", "checkpoint", "monitor", "tasks"}
     bold = [group[0].text for group in elements(text, "g") if group.get("font-weight") == "bold"]
     found = [f"run/{name}" if name in inside_run else name for name in bold]
-    folders = {room(file) for file in TREES if len(file.parts) > 2} - {"run"}
+    folders = {script("draw").drawn_room(file) for file in TREES if len(file.parts) > 2} - {"run"}
     assert found == [name for name in ROOMS if name in folders]
 
 
@@ -83,8 +83,12 @@ def test_arrows_between_rooms_are_the_imports_of_their_files():
     text = (PICTURES / "rooms.svg").read_text()
     titles = [group[0].text for group in elements(text, "g") if group[0].tag == SVG + "title"]
     drawn = [tuple(title.split(" imports ")) for title in titles]
-    there = {(room(file), room(to)) for file, tree in TREES.items() for to in imported(tree)}
-    folders = {room(file) for file in TREES if len(file.parts) > 2}
+    there = {
+        (script("draw").drawn_room(file), script("draw").drawn_room(to))
+        for file, tree in TREES.items()
+        for to in imported(tree)
+    }
+    folders = {script("draw").drawn_room(file) for file in TREES if len(file.parts) > 2}
     there = {(one, other) for one, other in there if one != other and {one, other} <= folders}
     assert set(drawn) <= there
     follows = set(drawn)

@@ -1,9 +1,7 @@
 """Train a small model to write Python, byte by byte: all of training on one screen.
 
-    python -m minitrain.examples.train_loop                              # about 20 s on a CPU
-    torchrun --nproc_per_node 4 -m minitrain.examples.train_loop tp=2    # the same losses
-
-Words: model, cp, tp, ep, recompute, compile=1, steps, out. Left out: pipelines (parallelize.py).
+python -m minitrain.examples.train_loop                              # about 20 s on a CPU
+torchrun --nproc_per_node 4 -m minitrain.examples.train_loop tp=2    # the same losses
 """
 
 import os
@@ -34,6 +32,7 @@ if "RANK" not in os.environ:  # no torchrun: a world of one rank, and the same c
 dist.init_process_group()  # NCCL for tensors on GPUs, gloo for those on CPUs
 meshes = mesh.build_meshes("cuda" if torch.cuda.is_available() else "cpu", cp=cp, tp=tp, ep=ep)
 
+# any technique may be left out; pipelines are in parallel/parallelize.py
 config = model_config(words.get("model", "llama3-8b-tiny"), vocab_size=258)  # bytes, begin, end
 model = empty_model(config)  # on the meta device: no rank ever holds all of it
 if ep > 1:
@@ -45,7 +44,7 @@ if cp > 1:
 if "recompute" in words:
     recompute.recompute(model.blocks, words["recompute"])
 if "compile" in words:  # outside recomputation, which the compiler must see; inside FSDP's hooks
-    compiling.compile_blocks(model.blocks, dynamic=False, keep_order=ep > 1)
+    compiling.compile_blocks(model.blocks, dynamic=False, keep_order=max(cp, tp, ep) > 1)
 if dist.get_world_size() > 1:  # FSDP also sums the gradients that tp leaves as Partial
     fsdp.shard(model, model.blocks, meshes.parameters, for_experts=meshes.experts)
 model.to_empty(device=meshes.device)

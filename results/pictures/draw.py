@@ -18,7 +18,7 @@ from minitrain.bench.report_html import LANE, draw_lanes, timeline_actions
 from minitrain.errors import InputError, refused
 from minitrain.run.launch import cli
 from minitrain.run.monitor import svg
-from tests.test_house import CORE, ROOT, TREES, imported, reachable, room
+from tests.test_house import ROOT, TREES, imported, reachable, room
 
 TASKS = {  # colors by what a row trains
     "pretraining": svg.COLORS[0],
@@ -264,6 +264,7 @@ PURPOSES = {
     "examples": "all on one screen; toy worlds",
     "commands": "one file a command",
 }
+CORE = ("models", "parallel", "training", "rollout", "grpo")
 ROWS = (CORE, ("formats", "data"), tuple(name for name in PURPOSES if name[:4] == "run/"))
 ROWS += (("bench", "simulator", "examples", "commands"),)
 BOX_WIDTH, BOX_HEIGHT, ACROSS, DOWN = 156, 62, 176, 116
@@ -304,7 +305,7 @@ def box(name: str, x: float, y: float) -> str:
     """Draw a room with its purpose and its size."""
     color = svg.COLORS[0] if name in CORE else svg.COLORS[2]
     short = name.removeprefix("run/")
-    files = [file for file in TREES if room(file) == name]
+    files = [file for file in TREES if drawn_room(file) == name]
     lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
     drawn = (
         f'<rect x="{x}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="4" fill="#fff" stroke="{color}" '
@@ -316,13 +317,20 @@ def box(name: str, x: float, y: float) -> str:
     return drawn
 
 
+def drawn_room(file: Path) -> str:
+    """Return the room of a file of the package; those inside of data/ are one."""
+    name = room(file)
+    return name if name.startswith("run/") else name.partition("/")[0]
+
+
 def arrows_of_rooms() -> list[tuple[str, str]]:
     """Return (room, room it imports) of all folders, without those that follow from others."""
     imports = {Path(name): set() for name in PURPOSES}
     for file, tree in TREES.items():
-        names = {room(target) for target in imported(tree)} & PURPOSES.keys()
-        if room(file) in PURPOSES:
-            imports[Path(room(file))] |= {Path(name) for name in names - {room(file)}}
+        name = drawn_room(file)
+        names = {drawn_room(target) for target in imported(tree)} & PURPOSES.keys()
+        if name in PURPOSES:
+            imports[Path(name)] |= {Path(other) for other in names - {name}}
     return [
         (start.as_posix(), target.as_posix())
         for start, targets in imports.items()
