@@ -39,7 +39,9 @@ def split_parameters(
         if not name.startswith(start) or isinstance(parameter, DTensor):
             continue
         lacks_dim = split == parameter.ndim
-        is_rank = name[-6:] in RANK_DIM and split == parameter.ndim + RANK_DIM[name[-6:]]
+        is_rank = any(
+            name.endswith(end) and split == parameter.ndim + dim for end, dim in RANK_DIM.items()
+        )
         if lacks_dim:
             module.added_by_all = name
         where = [Replicate() if lacks_dim or is_rank else placement]

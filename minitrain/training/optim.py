@@ -41,21 +41,19 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     if optim.name == "sgd":
         return SGD(groups, dict(lr=optim.lr))
     settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
-    # torch's AdamW keeps states in the parameters' type: it serves if no other is asked for
     states = TYPES[optim.states]
-    differ = any(
-        (p.dtype == torch.bfloat16) != (optim.states == "bf16") for p in decayed + others
-    )
     names = {p: name for name, p in model.named_parameters()}
     if optim.name == "muon":
         products = TYPES[optim.newton_schulz]
         groups.append(groups[0] | {"params": orthogonal, "newton_schulz": products})
         return Muon(groups, states, **settings, names=names)
-    if optim.stochastic_rounding or differ:
-        return AdamW(
-            groups, states, **settings, stochastic=optim.stochastic_rounding, names=names
-        )
-    return torch.optim.AdamW(groups, **settings, fused=True)
+    # torch's AdamW keeps states in the parameters' type, and rounds to the nearest number
+    torch_states = all(
+        (p.dtype == torch.bfloat16) == (optim.states == "bf16") for p in decayed + others
+    )
+    if torch_states and not optim.stochastic_rounding:
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    return AdamW(groups, states, **settings, stochastic=optim.stochastic_rounding, names=names)
 
 
 class SGD(torch.optim.Optimizer):
