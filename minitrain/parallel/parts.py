@@ -3,6 +3,10 @@
 As DTensors, parameters tell FSDP, the optimizer and checkpoints what a rank holds. Modules compute
 with plain local tensors: that saves the host the time of DTensor's dispatch, and lets a block
 compile as one graph.
+
+Besides exchange points, techniques leave notes on a model's modules: `added_by_all` (here),
+`local_rows` (tensor_decoder.py), `group_name` (tensor_wan.py), `reduces_each_time` (fsdp.py) and
+`shards` (fsdp_fp8.py).
 """
 
 import torch
