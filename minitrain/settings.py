@@ -353,6 +353,7 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+# frozen, so that it can be a key of the caches in training/sigmas.py
 @dataclass(frozen=True)
 class Diffusion:
     """How sigmas are drawn, and how losses are weighted by them.

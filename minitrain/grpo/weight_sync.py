@@ -15,7 +15,7 @@ weights while the new ones travel.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -135,14 +135,34 @@ def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list
     ranks in the same order, millions on hundreds of ranks. A bucket ends for all ranks where one of
     them would send and receive more than `most` elements in it.
     """
+    buckets = [[]]
+    # elements that each rank sends and receives in the current bucket
+    load = [0] * len(targets)
+    for move, size in all_moves(sources, targets):
+        # a rank's copy to itself needs no buffer
+        if move.source != move.target:
+            # without a load yet, they take a move of any size
+            busiest = max(load[move.source], load[move.target])
+            if busiest and busiest + size > most:
+                buckets.append([])
+                load = [0] * len(targets)
+            load[move.source] += size
+            load[move.target] += size
+        if rank in (move.source, move.target):
+            buckets[-1].append(move)
+    return buckets
+
+
+def all_moves(sources: list[dict], targets: list[dict]) -> Iterator[tuple[Move, int]]:
+    """Yield the moves of all ranks, each with its number of elements, in the same order on every rank.
+
+    sources, targets: see `plan`. Raises ValueError where a target's box is not covered.
+    """
     # name -> box -> ranks that hold it
     holders: dict[str, dict[Box, list[int]]] = {}
     for holder, boxes in enumerate(sources):
         for name, (box, _) in boxes.items():
             holders.setdefault(name, {}).setdefault(box, []).append(holder)
-    buckets = [[]]
-    # elements that each rank sends and receives in the current bucket
-    load = [0] * len(targets)
     for name in sorted(set().union(*targets)):
         # (rank, box, dtype) of all that need the tensor
         receivers = [
@@ -161,18 +181,7 @@ def plan(rank: int, sources: list[dict], targets: list[dict], most: int) -> list
                 )
             for ranks, box, size in pieces[wanted]:
                 source = target if target in ranks else ranks[turn % len(ranks)]
-                # a rank's copy to itself needs no buffer
-                if source != target:
-                    # without a load yet, they take a move of any size
-                    busiest = max(load[source], load[target])
-                    if busiest and busiest + size > most:
-                        buckets.append([])
-                        load = [0] * len(targets)
-                    load[source] += size
-                    load[target] += size
-                if rank in (source, target):
-                    buckets[-1].append(Move(name, source, target, box, dtype))
-    return buckets
+                yield Move(name, source, target, box, dtype), size
 
 
 def regions_of(wanted: Box, held: dict[Box, list[int]]) -> list[tuple[list[int], Box, int]]:

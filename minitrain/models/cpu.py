@@ -48,9 +48,9 @@ FASTER = (
 )
 # FLOPs of a product below which a call of oneDNN takes longer than it saves
 MIN_FLOPS = 1 << 24
-# a column-major left factor is copied: that pays from so many columns of the product on
+# a column-major left factor is copied: that pays from this number of columns of the product on
 TRANSPOSED = 256 if FAMILY > 25 else math.inf
-# a product into given memory is copied there: that pays from so many terms per sum on
+# a product into given memory is copied there: that pays from this number of terms per sum on
 COPIED = 256 if FAMILY > 25 else 512
 
 

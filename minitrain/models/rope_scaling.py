@@ -29,7 +29,7 @@ def yarn_keep(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
     dim = 2 * len(frequencies)
     original = scaling["original_max_position_embeddings"]
 
-    # the index of the pair that turns so many times within the original context
+    # the index of the pair that turns this number of times within the original context
     def find_correction_dim(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

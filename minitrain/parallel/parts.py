@@ -3,6 +3,10 @@
 As DTensors, parameters tell FSDP, the optimizer and checkpoints what a rank holds. Modules compute
 with plain local tensors: that saves the host the time of DTensor's dispatch, and lets a block
 compile as one graph.
+
+Besides exchange points, techniques leave notes on a model's modules: `added_by_all` (here),
+`local_rows` (tensor_decoder.py), `group_name` (tensor_wan.py), `reduces_each_time` (fsdp.py) and
+`shards` (fsdp_fp8.py).
 """
 
 import torch
@@ -39,7 +43,9 @@ def split_parameters(
         if not name.startswith(start) or isinstance(parameter, DTensor):
             continue
         lacks_dim = split == parameter.ndim
-        is_rank = name[-6:] in RANK_DIM and split == parameter.ndim + RANK_DIM[name[-6:]]
+        is_rank = any(
+            name.endswith(end) and split == parameter.ndim + dim for end, dim in RANK_DIM.items()
+        )
         if lacks_dim:
             module.added_by_all = name
         where = [Replicate() if lacks_dim or is_rank else placement]

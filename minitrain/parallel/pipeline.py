@@ -30,7 +30,7 @@ them (ZeRO-2), since to gather them for each micro-batch would cost m times as m
 `reshard_after_forward`, a rank gathers only the three stages that it runs next. That saves memory,
 and gathers each stage up to m / n times per step, for the forward and for the backward pass.
 
-A model of one's own takes part if each stage is a module whose forward pass takes the input or
+A model of your own takes part if each stage is a module whose forward pass takes the input or
 hidden states, returns hidden states of a known shape, and in the last stage the loss. See
 tests/distributed/test_own_parts.py.
 

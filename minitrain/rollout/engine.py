@@ -92,7 +92,7 @@ class Sampler:
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             check_page_size(self.settings.page_size, self.config, self.tp)
-        # the most decoding steps in one schedule; the buffers hold the tokens of so many
+        # the most decoding steps in one schedule; the buffers hold the tokens of that number of steps
         self.steps = min(self.settings.steps or (16 if on_cuda else 1), self.longest)
         # the scheduler and the buffers, from the first request (`_allocate`) until `free`
         self.scheduler: Scheduler | None = None

@@ -242,8 +242,8 @@ class PageMask:
 def split_kv(k: Tensor, v: Tensor | int) -> tuple[list[Tensor], int]:
     """Return the tensors that pools store, [kv_heads, tokens, head_dim], and a value's channels.
 
-    k, v: [1, kv_heads, tokens, head_dim]. For latent attention v is an int instead: so many of the
-    keys' first channels are the values, and only keys are stored.
+    k, v: [1, kv_heads, tokens, head_dim]. For latent attention v is an int instead: the number of
+    the keys' first channels that are the values; only keys are stored.
     """
     if isinstance(v, int):
         return [k[0]], v

@@ -15,7 +15,7 @@ Where ranks with other tokens of the same rows each have all of the rows' number
 
 An objective that needs more than rows and the trained model, such as a second model, has a method
 prepare(trainer, dataset, batches). It is called before the first step: for the dataset that is
-trained on, of which so many global batches are used, and for a held-out one. All ranks call it
+trained on, of which `batches` global batches are used, and for a held-out one. All ranks call it
 together. A second model is `build_model(config, trainer.meshes, trainer.fill, trained=False)`;
 dpo.py needs only its outputs.
 """

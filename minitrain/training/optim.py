@@ -41,21 +41,21 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     if optim.name == "sgd":
         return SGD(groups, dict(lr=optim.lr))
     settings = dict(lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
+    states = TYPES[optim.states]
     rounding = dict(
         stochastic=optim.stochastic_rounding, names={p: n for n, p in model.named_parameters()}
-    )
-    # torch's AdamW keeps states in the parameters' type: it serves if no other is asked for
-    states = TYPES[optim.states]
-    differ = any(
-        (p.dtype == torch.bfloat16) != (optim.states == "bf16") for p in decayed + others
     )
     if optim.name == "muon":
         products = TYPES[optim.newton_schulz]
         groups.append(groups[0] | {"params": orthogonal, "newton_schulz": products})
         return Muon(groups, states, **settings, **rounding)
-    if optim.stochastic_rounding or differ:
-        return AdamW(groups, states, **settings, **rounding)
-    return torch.optim.AdamW(groups, **settings, fused=True)
+    # torch's AdamW keeps states in the parameters' type, and rounds to the nearest number
+    torch_states = all(
+        (p.dtype == torch.bfloat16) == (optim.states == "bf16") for p in decayed + others
+    )
+    if torch_states and not optim.stochastic_rounding:
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    return AdamW(groups, states, **settings, **rounding)
 
 
 def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
