@@ -3,7 +3,7 @@
 import pytest
 
 from minitrain.run.config import load as configs
-from minitrain.run.tasks import rows_task as train_model
+from minitrain.run.tasks import train_model
 from minitrain.training.loop import Trainer
 from tests.helpers.poison import TINY, Poisoned
 
