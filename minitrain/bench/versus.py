@@ -19,6 +19,7 @@ from torch.nn import Module, ModuleList
 from minitrain.bench.measure import activation_bytes, progress
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
+from minitrain.formats import gpt2
 from minitrain.formats.config_hf import config_to_hf
 from minitrain.formats.peft import adapter_config, adapter_shapes
 from minitrain.formats.wan_names import config_to_json
@@ -161,7 +162,7 @@ def transformers_model(config: Config, device: torch.device, dtype: torch.dtype)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # GPT-2 alone has dropout by default
-    no_dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+    no_dropout = dict.fromkeys(gpt2.DROPOUTS, 0.0)
     hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype) | no_dropout)
     with device:
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)

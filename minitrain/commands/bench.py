@@ -311,7 +311,7 @@ def run_case(case: Case, options: Namespace) -> list[dict]:
     results = []
     for config, added in case.runs:
         if options.dry_run:
-            from minitrain.simulator.fake_world import dry_run
+            from minitrain.simulator.dry_run import dry_run
 
             found = dry_run(config)
             if is_first_rank():
@@ -370,7 +370,7 @@ def run_measured(row: str, config: Config, options: Namespace) -> dict:
     from minitrain.bench.measure_policy import measure_policy
     from minitrain.run.launch.start import pick_device, start
     from minitrain.run.monitor.hardware import describe
-    from minitrain.simulator.fake_world import announce_memory
+    from minitrain.simulator.dry_run import announce_memory
 
     length = options.steps, options.warmup
     config = placed(config, world_size(), describe(pick_device(config.device))["device"])

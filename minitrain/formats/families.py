@@ -13,7 +13,7 @@ EPS_KEYS = {
     "layernorm1p": "norm_eps",
 }
 ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
-# model types that are another family's by a second name
+# second names of model types -> the family's name
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
 
@@ -24,7 +24,7 @@ def _keys(same: str, **other: str) -> dict[str, str]:
 
 # the family of models that transformers does not know
 OWN = "minitrain"
-# of every family
+# The fields and keys of every family.
 SIZES = _keys(
     "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings",
     num_layers="num_hidden_layers",
@@ -34,69 +34,68 @@ SIZES = _keys(
 class Family(NamedTuple):
     """An architecture, as config.json and the tensors' names have it.
 
-    Of config.json:
-
-    values: the only values of keys that the decoder computes; the keys may be missing.
-    fields: further fields of `DecoderConfig` -> keys. The field's annotation says what is read: int,
-        float, bool or str.
-    keys: the family's own names of keys that most families share, theirs -> its own.
-    aliases: other names of keys -> those that are read.
-    fixed: fields of `DecoderConfig` that differ from the defaults.
-    quantized: the quant_method that is read.
-    rope_theta: where config.json has none. rope: other rotary settings where it has no such object.
-    norm_topk: norm_topk_prob where config.json has none. None: the key does not exist, and is true.
-    can_tie: if false, the head is stored and separate whatever tie_word_embeddings says.
-    heads_divide: num_attention_heads must divide hidden_size, even where head_dim is given.
-    partial_rotary: the factor where config.json has none. None: only 1 is possible.
-    noise: keys of config.json that transformers heeds in training alone.
-    balances: transformers' loss can have a term that balances experts (output_router_logits).
-
-    What no table can say, in functions, mostly of a file of the family's own:
-
-    defaults(raw): config.json in the one spelling that is read, with what stands for missing keys.
-    read(raw): fields that are not the value of one key. Raises InputError.
-    write(config, settings): config.json for a config. settings: all the others, by most families'
-        names of keys.
-    needed(config): fields that must not be 0.
-
-    Of tensors:
-
-    renamed: parts of our names -> theirs, all replaced at once.
-    also_ours: parts of our names that a file may hold as they are, too.
-    expert_matrices: our names of an expert's matrices -> theirs, where each has a tensor.
-    stacked: experts are stored as stacks, transposed, the rows of gate and up in turn as here.
-    ignored: pattern of stored tensors without a place here.
-    further_layers: layers after the last are stored, for multi-token prediction.
+    What no table can say is in functions, mostly of a file of the family's own.
     """
 
+    # --- config.json
+
     architecture: str
+    # the only values of keys that the decoder computes; the keys may be missing
     values: dict = {}  # noqa: RUF012
+    # further fields of `DecoderConfig` -> keys. The field's annotation says what is read: int, float,
+    # bool or str.
     fields: dict = {}  # noqa: RUF012
+    # names of keys that most families share -> the family's own names
     keys: dict = {}  # noqa: RUF012
+    # other names of keys -> those that are read
     aliases: dict = {}  # noqa: RUF012
+    # fields of `DecoderConfig` that differ from the defaults
     fixed: dict = {}  # noqa: RUF012
+    # the quant_method that is read
     quantized: str | None = None
+    # the value where config.json has none
     rope_theta: float = 10000.0
+    # other rotary settings where config.json has no such object
     rope: dict = {}  # noqa: RUF012
+    # norm_topk_prob where config.json has none. None: the key does not exist, and is true.
     norm_topk: bool | None = None
+    # False: the head is stored and separate whatever tie_word_embeddings says
     can_tie: bool = True
+    # True: num_attention_heads must divide hidden_size, even where head_dim is given
     heads_divide: bool = False
+    # the factor where config.json has none. None: only 1 is possible.
     partial_rotary: float | None = None
+    # keys of config.json that transformers heeds in training alone
     noise: tuple = ("attention_dropout",)
+    # True: transformers' loss can have a term that balances experts (output_router_logits)
     balances: bool = False
+    # defaults(raw): return config.json in the one spelling that is read, with missing keys filled in
     defaults: Callable[[dict], dict] = lambda raw: raw
+    # read(raw): return fields that are not the value of one key. Raises InputError.
     read: Callable[[dict], dict] = lambda raw: {}
+    # write(config, settings): return config.json for a config. settings: all the others, by most
+    # families' names of keys.
     write: Callable[[DecoderConfig, dict], dict] = lambda config, settings: settings
+    # needed(config): return the fields that must not be 0
     needed: Callable[[DecoderConfig], tuple] = lambda config: (
         "num_experts",
         "sliding_window",
         "kv_lora_rank",
     )
+
+    # --- tensors
+
+    # parts of our names -> theirs, all replaced at once; or a function of the whole name
     renamed: dict | Callable[[str], str] = {}  # noqa: RUF012
+    # parts of our names that a file may hold as they are, too
     also_ours: tuple = ()
+    # our names of an expert's matrices -> theirs, where each has a tensor
     expert_matrices: dict = {}  # noqa: RUF012
+    # True: experts are stored as stacks, transposed, the rows of gate and up in turn as here
     stacked: bool = False
+    # pattern of stored tensors without a place here
     ignored: str = ""
+    # True: layers after the last are stored, for multi-token prediction
     further_layers: bool = False
 
     def field(self, name: str) -> Any:
@@ -115,7 +114,7 @@ class Family(NamedTuple):
         return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
 
 
-# config.json and tensors as here
+# A family whose config.json and tensors are as here.
 PLAIN = Family("")
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
 QWEN3 = dict(attention_bias=False, use_sliding_window=False)
@@ -150,7 +149,7 @@ FAMILIES = {
         norm_topk=False,
         balances=True,
         fields=_keys("num_experts num_experts_per_tok moe_intermediate_size"),
-        # of transformers 5
+        # transformers 5 writes this name.
         aliases={"num_local_experts": "num_experts"},
     ),
     "deepseek_v3": Family(
@@ -260,9 +259,9 @@ FAMILIES = {
         noise=gpt2.DROPOUTS,
         defaults=gpt2.with_defaults,
         write=gpt2.write,
-        # masks
+        # The ignored tensors are masks.
         ignored=r".*\.attn\.(masked_)?bias",
     ),
-    # of models that no architecture of transformers describes: config_own.py
+    # No architecture of transformers describes such a model: config_own.py does.
     OWN: PLAIN,
 }

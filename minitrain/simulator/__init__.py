@@ -1,7 +1,8 @@
 """A config's step on machines that are not here: counted on fake tensors, then turned into seconds.
 
 Read in this order:
-    fake_world  runs one rank's step, the product's own path, in a world of any size
+    fake_world  runs one rank's step, the product's own path, in a world of any size; dry_run: its
+                memory and sizes alone
     trace       what it does: kernels, messages, memory; operators: what each costs; marks: where
                 passes and blocks begin; repeat: a compiled graph is traced once
     timeline    a trace and a System of bench/systems.yaml become seconds

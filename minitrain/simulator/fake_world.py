@@ -14,7 +14,6 @@ decides what is kept between them. Left out of memory: what is being sent betwee
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# what a graph is called by that gets no kernels
+# It calls a graph that gets no kernels.
 from torch._dynamo.backends import debugging
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module
@@ -36,14 +35,8 @@ from minitrain.data.datasets import open_dataset
 from minitrain.models.attention import Mask, apply_sinks
 from minitrain.models.fp8 import is_placeholder
 from minitrain.models.merged_attention import MAX_CHANNELS, merged_attention
-from minitrain.parallel import shards
+from minitrain.parallel import recompute, shards
 from minitrain.parallel.mesh import Meshes
-from minitrain.parallel.parallelize import parallelize
-from minitrain.parallel.recompute import ATTENTION as SAVED_ATTENTION
-from minitrain.parallel.shards import to_local
-from minitrain.run.config.environment import world_size
-from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
-from minitrain.run.launch.failures import rank
 from minitrain.run.launch.start import meshes_of
 from minitrain.settings import Config
 from minitrain.simulator.marks import mark_blocks, marked_passes, marked_schedule, parts
@@ -53,7 +46,6 @@ from minitrain.simulator.trace import Trace, Tracer
 from minitrain.training import loss
 from minitrain.training.build import allocate, lay_out, make_model
 from minitrain.training.ema import update_averages
-from minitrain.training.footprint import describe_sizes, footprint
 from minitrain.training.loop import Trainer
 
 # exchange points for attention: over tokens, and to a video's text
@@ -117,7 +109,7 @@ def fake_attention_backward(
 
 @fake_attention.register_fake
 def _(q, k, v, causal, pairs):
-    # as the kernels lay it out: heads next to their channels
+    # The kernels lay it out so: heads next to their channels.
     batch, heads, queries, _ = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[-1])
     out = out.transpose(1, 2)
@@ -139,8 +131,7 @@ def _differentiate(ctx, grad, _):
 
 
 fake_attention.register_autograd(_differentiate, setup_context=_save)
-SAVED_ATTENTION.add(torch.ops.minitrain.attention.default)
-ATTENTION_WORK |= {
+FAKE_ATTENTION_WORK = {
     torch.ops.minitrain.attention: attention_work,
     torch.ops.minitrain.attention_backward: lambda grad, q, k, v, out, log_sum, causal, pairs=None: (
         attention_work(q, k, v, causal, pairs, backward=True)
@@ -184,7 +175,7 @@ def counting_mask(
     seen = length if document_ids is None else length * visible
     pairs = length * seen / (2 if causal else 1)
     if window is not None:
-        # as flops.py's Work.keys
+        # flops.py's Work.keys has the same formula.
         pairs -= length * max(seen - window, 0) ** 2 / seen / 2
     if q_positions is not None:
         return Mask(causal, pairs * len(q_positions) / length)
@@ -269,9 +260,13 @@ def stand_ins(visible: float | None) -> Iterator[None]:
     """Replace what has no exchange point, for tensors that are fake.
 
     Of the package that is the head's gradient, which CPUs sum up otherwise than CUDA; the others
-    are torch's.
+    are torch's. Meanwhile the operators of fake attention are known to recomputation, which saves
+    their outputs, and to the tracer, which counts their work.
     """
+    saved = recompute.ATTENTION | {torch.ops.minitrain.attention.default}
     patches = [
+        patch.object(recompute, "ATTENTION", saved),
+        patch.dict(ATTENTION_WORK, FAKE_ATTENTION_WORK),
         patch.object(shards, OFFSETS, without_fake_tensors(getattr(shards, OFFSETS))),
         patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor),
         patch.object(
@@ -318,51 +313,3 @@ def make_optimizer_states(trainer: Trainer) -> None:
     if trainer.config.optim.ema:
         update_averages(trainer.optimizer, trainer.config.optim, 0, torch.tensor(True))
     trainer.optimizer.zero_grad(set_to_none=True)
-
-
-def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
-    """Return GiB of rank 0 by kind (parameters, gradients, ...) when their sum is largest.
-
-    Call it before a process group starts.
-    """
-    return {kind: size / 2**30 for kind, size in trace_step(config, world_size).peak.items()}
-
-
-def announce_memory(row: str, config: Config) -> dict[str, float]:
-    """Print, before anything is allocated, how much memory a rank will need.
-
-    Returns that for the config's result. Under torchrun for the first config alone, whose process
-    group stays up.
-    """
-    if rank() != 0:
-        return {}
-    # by an earlier config, but the estimate has a group of its own
-    if dist.is_initialized():
-        if "WORLD_SIZE" in os.environ:
-            return {}
-        dist.destroy_process_group()
-    kinds = estimate_memory(config, world_size())
-    parts = ", ".join(f"{kind} {size:.3g}" for kind, size in kinds.items())
-    print(f"{row}: estimated peak memory {sum(kinds.values()):.3g} GiB ({parts})", flush=True)
-    working = kinds["activations"] + kinds["gathered"]
-    return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
-
-
-def dry_run(config: Config) -> str:
-    """Parallelize the config's model on the meta device, and describe the result.
-
-    Raises InputError for a config that cannot run.
-    """
-    ranks = stated_ranks(config)
-    check_layout(config, ranks)
-    with fake_world(ranks):
-        model = parallelize(partial(make_model, config), config, meshes_of(config, "cpu"))
-        total = sum(p.numel() for p in make_model(config).parameters())
-        mine = sum(to_local(p).numel() for p in model.parameters())
-        sizes = footprint(model, config)
-    count = micro_batches(config)
-    return (
-        f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0, which takes "
-        f"{describe_sizes(sizes)} and activations; "
-        f"{count} micro-batch(es) a step: ok"
-    )

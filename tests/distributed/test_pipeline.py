@@ -23,7 +23,8 @@ from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.launch.start import meshes_of, start
 from minitrain.run.tasks.exports import export
 from minitrain.settings import Parallel
-from minitrain.simulator.fake_world import dry_run, fake_world, trace_step
+from minitrain.simulator.dry_run import dry_run
+from minitrain.simulator.fake_world import fake_world, trace_step
 from minitrain.simulator.replay import schedule_order
 from minitrain.training.build import build_model, make_model
 from minitrain.training.loop import Trainer, forward_backward

@@ -22,7 +22,7 @@ from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict, load, to_dict
 from minitrain.run.launch.start import make_trainer, start
-from minitrain.simulator.fake_world import announce_memory, estimate_memory
+from minitrain.simulator.dry_run import announce_memory, estimate_memory
 from tests.helpers.commands import ROOT
 
 TREE = {

@@ -28,7 +28,7 @@ def generate(
     All ranks of a sharded model call it.
     """
     device = model.proj_out.weight.device
-    # which takes no larger ones
+    # A generator takes no seed of more than 64 bits.
     random = torch.Generator().manual_seed(seed % (1 << 64))
     noise = torch.randn(len(prompts["text"]), model.config.out_channels, *size, generator=random)
     known = {key: value.to(device) for key, value in prompts.items()}
@@ -44,7 +44,7 @@ def check_prompts(
         name: (len(prompts["text"]), *shape)
         for name, shape in model_shapes(model.config, size).items()
     }
-    # which are to be made
+    # The latents are what is to be made.
     del wanted["latents"]
     with located(f"--prompts {source}"):
         check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted)

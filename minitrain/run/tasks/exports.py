@@ -40,7 +40,7 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
         tensors = model.full_tensors(wanted)
     else:
         tensors = full_tensors(model, wanted)
-    # while rank 0 writes; the watch sees those that die
+    # The others wait as long as rank 0 writes; the watch sees ranks that die.
     if dist.get_world_size() > 1:
         wait_for_ever()
     if dist.get_rank() != 0:
@@ -57,12 +57,12 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
         if shape.eos_token_id is None:
             shape = replace(shape, eos_token_id=tokenizer.eos_id)
     if end is not None:
-        # where transformers ends a text
+        # transformers ends a text there.
         shape = end_also_at(shape, end)
     if config.lora:
         save_adapter(tensors, shape, config.lora, folder, config.model.path or config.model.name)
     else:
-        # that of the shards: after a validation parameters are still gathered, in another
+        # This is the shards' dtype: after a validation parameters are still gathered, in another.
         dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.get_default_dtype()
         save_tensors(tensors, shape, dtype, folder)
 
@@ -76,7 +76,7 @@ def save_template(
 
     template = choose_template(config.data.template, tokenizer)
     text = None
-    # another one came with the tokenizer
+    # Any other template came with the tokenizer.
     if template in TEMPLATES.values():
         text = template.jinja(tokenizer)
     elif asks is not None:

@@ -77,7 +77,7 @@ class GrpoTask:
         self.policy = self.loop.policy
 
     def begin(self) -> int:
-        """Load the newest checkpoint, or warm up; returns the number of steps that are done."""
+        """Load the newest checkpoint, or warm up; return the number of steps that are done."""
         first = 0
         last = {}
         states = None
@@ -160,16 +160,15 @@ class GrpoTask:
             numbers |= self.loop.evaluate()
         return True
 
-    def end(self) -> Iterator[str]:
+    def end(self, say: Callable[[str], None]) -> None:
         if self.policy:
             export(self.policy.trainer, self.config, self.folder)
-        yield from ()
 
     def origin(self, step: int) -> str:
         return f"responses in {self.rollouts(step - 1)}"
 
     def kept(self, step: int) -> list[Group] | None:
-        """Return the responses for `step` that the run had sampled before it was resumed.
+        """Return the responses for `step`, from 0, that the run had sampled before it was resumed.
 
         None if it had ended before, or if they do not make up a step of its settings now.
         Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
@@ -200,6 +199,7 @@ class GrpoTask:
             remove_rollouts(self.rollouts(step).parent, min(step + 2 - keep, oldest + 1))
 
     def rollouts(self, step: int) -> Path:
+        """Return the file of responses of a step, which counts from 0; files and metrics from 1."""
         return self.folder / "rollouts" / f"step-{step + 1:08d}.jsonl"
 
 

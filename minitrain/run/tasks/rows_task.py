@@ -48,7 +48,10 @@ class RowsTask:
         self.trainer.prepare(self.data, config.steps)
         if config.validation.every:
             self.trainer.prepare(self.held_out, config.validation.batches)
-        self.first, self.last, _ = resume(self.checkpointer, config, self.trainer)
+
+    def begin(self) -> int:
+        self.first, self.last, _ = resume(self.checkpointer, self.config, self.trainer)
+        return self.first
 
     def about(self) -> Iterator[str]:
         # a checkpoint may hold averages that are asked for no more, or lack them
@@ -91,10 +94,10 @@ class RowsTask:
                 numbers["val_exact_match"] = exact_match(self.trainer.model, questions)
         return True
 
-    def end(self) -> Iterator[str]:
+    def end(self, say: Callable[[str], None]) -> None:
         with self.averaged():
             if self.config.data.kind in TOYS:
-                yield self.draw("after.png")
+                say(self.draw("after.png"))
             export(self.trainer, self.config, self.folder, self.asks)
 
     def averaged(self) -> AbstractContextManager[None]:

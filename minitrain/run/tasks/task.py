@@ -30,12 +30,18 @@ class Task(Protocol):
     # the number of steps that are done, and the numbers of the last of them, as of its checkpoint
     first: int
     last: dict[str, Any]
-    # of the weights in a step
+    # the number of updates of the weights in a step
     updates: int
-    # its first row shows what a row costs; None for GRPO
+    # The dataset, whose first row shows what a row costs; None for GRPO.
     data: Dataset | None
-    # of the text that is trained on, if it is text
+    # the ratio of the text that is trained on, if it is text
     bytes_per_token: float | None
+
+    def begin(self) -> int:
+        """Load the newest checkpoint, if there is one; return the number of steps that are done.
+
+        `first` and `last` are known from here on.
+        """
 
     def about(self) -> Iterator[str]:
         """Yield lines to begin with."""
@@ -49,7 +55,7 @@ class Task(Protocol):
     def finish(self, numbers: dict[str, Any], stopping: Callable[[], str]) -> bool:
         """Add what is measured on held-out data, where that is due.
 
-        Returns False if `stopping`, which it may ask meanwhile, told it to leave that.
+        Returns False if that was left undone because `stopping`, called meanwhile, named a signal.
         """
 
     def save(self, numbers: dict[str, Any]) -> None:
@@ -58,8 +64,8 @@ class Task(Protocol):
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""
 
-    def end(self) -> Iterator[str]:
-        """Export the model, and yield lines to end with."""
+    def end(self, say: Callable[[str], None]) -> None:
+        """Export the model. say: prints and logs a line."""
 
 
 def run_task(task: Task, log: MetricsLog) -> None:
@@ -78,8 +84,7 @@ def run_task(task: Task, log: MetricsLog) -> None:
     skipped = log.skipped_steps(task.updates)
     health = Health(config, log.say, task.origin, task.updates, log.losses, skipped)
     if run_steps(task, log, meter, health):
-        for line in task.end():
-            log.say(line)
+        task.end(log.say)
         log.end(config, task.first, time.monotonic() - began, meter.about)
 
 

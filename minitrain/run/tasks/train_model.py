@@ -49,9 +49,9 @@ def train(config: Config) -> None:
             from minitrain.run.tasks.grpo_task import GrpoTask
 
             task = GrpoTask(config, folder)
-            task.begin()
         else:
             task = RowsTask(config, folder)
+        task.begin()
         with closing(open_log(task)) as log, saved_despite_errors(task.wait):
             run_task(task, log)
 
@@ -63,7 +63,7 @@ def check_sources(config: Config) -> None:
 
     path = config.model.path
     if path:
-        # before room is made for them
+        # Missing weights are reported before room is made for them.
         find_weights(config.model.config, path)
     for source in filter(None, (path, config.lora and config.lora.path)):
         if has_tokenizer(config):

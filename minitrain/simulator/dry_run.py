@@ -1,0 +1,65 @@
+"""Say what a config would need, without running it: memory by tracing, sizes by a dry run."""
+
+import os
+from functools import partial
+
+import torch.distributed as dist
+
+from minitrain.parallel.parallelize import parallelize
+from minitrain.parallel.shards import to_local
+from minitrain.run.config.environment import world_size
+from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.launch.failures import rank
+from minitrain.run.launch.start import meshes_of
+from minitrain.settings import Config
+from minitrain.simulator.fake_world import fake_world, trace_step
+from minitrain.training.build import make_model
+from minitrain.training.footprint import describe_sizes, footprint
+
+
+def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
+    """Return GiB of rank 0 by kind (parameters, gradients, ...) when their sum is largest.
+
+    Call it before a process group starts.
+    """
+    return {kind: size / 2**30 for kind, size in trace_step(config, world_size).peak.items()}
+
+
+def announce_memory(row: str, config: Config) -> dict[str, float]:
+    """Print, before anything is allocated, how much memory a rank will need.
+
+    Returns that for the config's result. Under torchrun for the first config alone, whose process
+    group stays up.
+    """
+    if rank() != 0:
+        return {}
+    # An earlier config made the group; the estimate has one of its own.
+    if dist.is_initialized():
+        if "WORLD_SIZE" in os.environ:
+            return {}
+        dist.destroy_process_group()
+    kinds = estimate_memory(config, world_size())
+    parts = ", ".join(f"{kind} {size:.3g}" for kind, size in kinds.items())
+    print(f"{row}: estimated peak memory {sum(kinds.values()):.3g} GiB ({parts})", flush=True)
+    working = kinds["activations"] + kinds["gathered"]
+    return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
+
+
+def dry_run(config: Config) -> str:
+    """Parallelize the config's model on the meta device, and describe the result.
+
+    Raises InputError for a config that cannot run.
+    """
+    ranks = stated_ranks(config)
+    check_layout(config, ranks)
+    with fake_world(ranks):
+        model = parallelize(partial(make_model, config), config, meshes_of(config, "cpu"))
+        total = sum(p.numel() for p in make_model(config).parameters())
+        mine = sum(to_local(p).numel() for p in model.parameters())
+        sizes = footprint(model, config)
+    count = micro_batches(config)
+    return (
+        f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0, which takes "
+        f"{describe_sizes(sizes)} and activations; "
+        f"{count} micro-batch(es) a step: ok"
+    )
