@@ -1,7 +1,7 @@
 """The architectures of Hugging Face that the decoder computes, and what each name fixes."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from minitrain.formats import deepseek_v3, gpt2, nemotron_h
@@ -87,6 +87,13 @@ class Family(NamedTuple):
 
     # parts of our names -> theirs, all replaced at once; or a function of the whole name
     renamed: dict | Callable[[str], str] = {}  # noqa: RUF012
+    # full_name(key): return a stored tensor's name as transformers writes it
+    full_name: Callable[[str], str] = lambda key: key
+    # place(name, shape): return the stored tensor that holds a parameter, its shape, where the
+    # parameter begins in it, and whether it is transposed. None: layouts_hf.py knows.
+    place: Callable[[str, tuple], tuple] | None = None
+    # to_stored(tensors): yield the stored tensors of all parameters. None: layouts_hf.py does.
+    to_stored: Callable[[Iterable], Iterator] | None = None
     # parts of our names that a file may hold as they are, too
     also_ours: tuple = ()
     # our names of an expert's matrices -> theirs, where each has a tensor
@@ -259,6 +266,9 @@ FAMILIES = {
         noise=gpt2.DROPOUTS,
         defaults=gpt2.with_defaults,
         write=gpt2.write,
+        full_name=gpt2.full_name,
+        place=gpt2.place,
+        to_stored=gpt2.to_stored,
         # The ignored tensors are masks.
         ignored=r".*\.attn\.(masked_)?bias",
     ),

@@ -88,6 +88,17 @@ def is_transposed(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
+def place(name: str, shape: tuple) -> tuple[str, tuple, tuple, bool]:
+    """Return the stored tensor that holds our parameter `name`, and its shape before transposing.
+
+    Also where the parameter begins in it, as q, k and v are one, and whether it is transposed.
+    """
+    part = fused_part(name)
+    rows, *columns = shape
+    stored = shape if part is None else (len(FUSED) * rows, *columns)
+    return stored_name(name), stored, ((part or 0) * rows,), is_transposed(name)
+
+
 def to_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the stored tensors of our named parameters. q and k wait until v has come."""
     waiting = {}

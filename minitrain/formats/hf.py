@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minitrain.errors import InputError, refused
-from minitrain.formats import gpt2, wan_names
+from minitrain.formats import wan_names
 from minitrain.formats.config_hf import (
     GENERATION,
     check_exportable,
@@ -27,7 +27,7 @@ from minitrain.formats.config_hf import (
     config_to_json,
     exportable,
 )
-from minitrain.formats.families import FAMILIES, OWN
+from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
 from minitrain.formats.layouts_hf import Config, Piece, is_ignored, pieces, to_stored
 from minitrain.formats.magic import ADAPTER_CONFIG
@@ -149,8 +149,8 @@ def find_weights(config: Config, path: str | Path) -> Weights:
     everything = empty_model(config).state_dict()
     if isinstance(config, WanConfig):
         stored = wan_names.rename_to_ours(stored, everything)
-    if config.family == "gpt2":
-        stored = {gpt2.full_name(key): tensor for key, tensor in stored.items()}
+    full_name = FAMILIES.get(config.family, PLAIN).full_name
+    stored = {full_name(key): tensor for key, tensor in stored.items()}
     sources = {}
     needed = set()
     for name, tensor in everything.items():
@@ -278,9 +278,10 @@ def save_tensors(
         stem = STEMS[0]
         if config.generation_config:
             files[GENERATION] = config.generation_config
-        spell = FAMILIES[config.family].stored_name
-        if config.family == "gpt2":
-            tensors = gpt2.to_stored(tensors)
+        family = FAMILIES[config.family]
+        spell = family.stored_name
+        if family.to_stored:
+            tensors = family.to_stored(tensors)
         else:
             tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
     wide = torch.promote_types(dtype, torch.float32)

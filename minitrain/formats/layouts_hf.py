@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.formats import gpt2
 from minitrain.formats.families import FAMILIES, OWN, PLAIN, Family
 from minitrain.formats.tensor_files import FLOATS, StoredTensor
 from minitrain.models.decoder_config import DecoderConfig
@@ -60,11 +59,12 @@ def full(shape: Shape) -> Slices:
 
 def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piece]:
     """Return the pieces that make up the parameter `name`."""
-    if config.family == "gpt2":
-        return [gpt2_matrix(name, shape)]
     if config.family == OWN:
         return [stored_part(name, shape, full(shape))]
     family = FAMILIES.get(config.family, PLAIN)
+    if family.place:
+        key, whole, starts, transposed = family.place(name, shape)
+        return [stored_part(key, whole, full(shape), starts, transposed)]
     prefix, _, last = name.rpartition(".experts.")
     if not prefix:
         key = family.stored_name(name)
@@ -133,7 +133,7 @@ def expert_key(name: str, family: Family, expert: int, part: str) -> str:
 
 
 def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors of a whole parameter. Not for GPT-2: see gpt2.py."""
+    """Yield the stored tensors of a whole parameter. Not for a family that has its own `to_stored`."""
     prefix, _, last = name.rpartition(".experts.")
     family = FAMILIES[config.family]
     if config.family == OWN:
@@ -179,16 +179,6 @@ def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:
     scales = tuple(-(-n // FP8_BLOCK) for n in shape)
     needs = {key: (shape, ("F8_E4M3",)), key + FP8_SCALE: (scales, FLOATS)}
     return Piece(region, needs, partial(read_fp8, key))
-
-
-def gpt2_matrix(name: str, shape: Shape) -> Piece:
-    """Return a piece of GPT-2: matrices are stored transposed, and q, k and v are one."""
-    part = gpt2.fused_part(name)
-    rows, *columns = shape
-    stored = shape if part is None else (3 * rows, *columns)
-    starts = ((part or 0) * rows,)
-    transposed = gpt2.is_transposed(name)
-    return stored_part(gpt2.stored_name(name), stored, full(shape), starts, transposed)
 
 
 def stored_part(
