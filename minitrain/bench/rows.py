@@ -171,12 +171,12 @@ def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
         table = read_reference(published.reference)
         theirs = work(published)
         changed = [name for name, ours in work(config).items() if ours != theirs[name]]
-        for key in written.keys() - {"layout"}:
-            if written[key] != table.get(key):
+        for key, value in written.items():
+            if key != "layout" and value != table.get(key):
                 changed.append(key if key in PLACE else f"reference.{key}")
         config.reference = table | written
         config.reference.pop("changed", None)
-        if changed := [*table.get("changed", ()), *sorted(changed)]:
+        if changed := [*table.get("changed", ()), *changed]:
             config.reference["changed"] = changed
         # the published tokens are of so many responses
         if "mean_response" in table:
