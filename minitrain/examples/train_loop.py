@@ -41,8 +41,7 @@ if tp > 1:
     tensor_parallel(model, meshes.tp)
 if cp > 1:
     context.context_parallel(model, meshes.cp, "allgather")
-if "recompute" in words:
-    recompute.recompute(model.blocks, words["recompute"])
+recompute.recompute(model.blocks, words.get("recompute", "none"))
 if "compile" in words:  # outside recomputation, which the compiler must see; inside FSDP's hooks
     compiling.compile_blocks(model.blocks, dynamic=False, keep_order=max(cp, tp, ep) > 1)
 if dist.get_world_size() > 1:  # FSDP also sums the gradients that tp leaves as Partial

@@ -79,9 +79,11 @@ def registered(names: tuple[str, ...]) -> set:
 def recompute(blocks: list[Module], setting: str | int, random: bool = False) -> None:
     """Make `blocks` recompute in place, before they are compiled. Parameter names stay.
 
-    setting: full, attention, selective, or an int k: every k-th block from the first.
+    setting: none, full, attention, selective, or an int k: every k-th block from the first.
     random: the blocks draw random numbers, for dropout, and must draw the same ones again.
     """
+    if setting == "none":
+        return
     # the second run must not repeat side effects, such as counting tokens per expert
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     saved = saved_operators(setting)
