@@ -297,6 +297,21 @@ def test_a_lone_document_holds_out_its_tail(tmp_path):
         )
 
 
+@pytest.mark.parametrize("share, cut", [(0.2, 81), (0.001, 99), (0.999, 2)])
+def test_a_lone_document_of_a_cache_holds_out_its_last_tokens(tmp_path, share, cut):
+    text = "".join(chr(97 + i % 26) for i in range(100))
+    (tmp_path / "only.txt").write_text(text)
+    data = Data("text", str(tmp_path / "only.txt"), validation=share, packing="whole")
+    data.cache = str(tmp_path / "cache")
+    for _ in range(2):  # made, and found
+        train, held = open_data(data, 128, 258, seed=0)
+        tokens = [*text.encode(), ByteTokenizer.eos_id]
+        for side, part in ((train, tokens[:cut]), (held, tokens[cut:])):
+            read, _ = side.corpus.read(0, len(side.corpus))
+            assert read.tolist() == part
+            assert side.corpus.sizes.tolist() == [sum(token < 256 for token in part)]
+
+
 def test_validation_depends_on_the_seed_alone(tmp_path):
     texts = [chr(65 + i) * 3 for i in range(20)]
     choices = [

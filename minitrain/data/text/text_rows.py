@@ -258,7 +258,7 @@ def _tokenize_files(
     """Return the corpus of all files, kept in data.cache if there is one.
 
     Also True if it is one document alone, in two sides: the second is to be held out. A cache knows
-    nothing of what is held out, so there it stays whole.
+    nothing of what is held out: from there it comes whole, and its tokens are cut.
     """
     if data.kind == "text":
         documents = read_texts(files, skips, in_pieces=bool(data.cache))
@@ -269,11 +269,28 @@ def _tokenize_files(
         seen = [*files, *(with_companions(own) if own else [])]
         stamps = [(str(file.resolve()), stamp_of(file)) for file in seen]
         made_of = data.kind, data.field, data.on_error, tokenizer.below, stamps
-        return keep_tokens(documents, tokenizer, data.cache, made_of, skips), False
+        corpus = keep_tokens(documents, tokenizer, data.cache, made_of, skips)
+        lone = len(corpus.lengths) == 1 and len(corpus) > 3 and data.validation > 0
+        return cut_lone(corpus, data.validation, tokenizer) if lone else corpus, lone
     lone = False
     if data.validation:
         documents, lone = split_lone(documents, data.validation)
     return tokenize(documents, tokenizer), lone
+
+
+def cut_lone(corpus: Corpus, share: float, tokenizer: Tokenizer) -> Corpus:
+    """Return a corpus of one document in two spans, of which the second has a `share` of the tokens."""
+    # a side of one token would have none to predict
+    cut = min(max(2, round(len(corpus) * (1 - share))), len(corpus) - 2)
+    tail, _ = corpus.read(cut, len(corpus) - cut)
+    size = len(tokenizer.decode(tail.tolist()).encode())
+    return Corpus(
+        corpus.stores,
+        np.repeat(corpus.which, 2),
+        corpus.starts + np.array([0, cut]),
+        np.array([cut, len(corpus) - cut]),
+        np.array([int(corpus.sizes[0]) - size, size]),
+    )
 
 
 def check_filled(corpus: Corpus, data: Data, seq_len: int, what: str, skips: Skips) -> None:
