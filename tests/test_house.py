@@ -79,7 +79,7 @@ BUDGETS = {
     "grpo": 12_500,
     "formats": 15_800,
     "data": 6_300,
-    "data/text": 5_200,
+    "data/text": 5_400,
     "data/chat": 9_900,
     "data/video": 3_200,
     "data/datasets": 950,
