@@ -354,7 +354,9 @@ class Scripted:
 
 
 def worker(right, seed=0, **grpo):
-    config = configs.from_dict(TREE | {"seed": seed, "grpo": {"prompts": 2, "group": 4, "mock_digits": 2} | grpo})
+    config = configs.from_dict(
+        TREE | {"seed": seed, "grpo": {"prompts": 2, "group": 4, "mock_digits": 2} | grpo}
+    )
     problems, _, tokenizer, ends = open_problems(config)
     start(config)  # replicas talk to each other even if there is one
     return RolloutWorker(config, Scripted(right), tokenizer, ends, exact, 0, 1, None), problems
