@@ -17,10 +17,9 @@ from minitrain.grpo.offload import Memory
 from minitrain.models.attention import Mask, attention
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.grouped_mm import has_fast_kernel
-from minitrain.models.layers import GatedMLP
+from minitrain.models.layers import GatedMLP, project
 from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
-from minitrain.models.variants import project
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.parallel.shards import full_tensor, local_shard

@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
     from minitrain.run.launch.start import pick_device
     from minitrain.run.tasks.exact_match import exact_match
     from minitrain.settings import Data
-    from minitrain.training.objectives import LanguageModeling
+    from minitrain.training.language_modeling import LanguageModeling
 
     tokenizer = load_tokenizer(tokenizer_folder(options.model, options.adapter))
     model = load_merged(options.model, options.adapter, device=pick_device(options.device))

@@ -29,9 +29,9 @@ from minitrain.parallel.shards import full_tensor, local_shard, to_local
 from minitrain.settings import Config
 from minitrain.training.adamw import random_bits, round_stochastically
 from minitrain.training.build import build_model
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.log_probs import label_log_probs
 from minitrain.training.loop import Trainer, apply_update, is_finite
-from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import make_optimizer
 from minitrain.training.packing import Batch
 

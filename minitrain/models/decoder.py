@@ -18,6 +18,7 @@ from minitrain.models.layers import (
     MLPS,
     NORMS,
     attention_factor,
+    identity,
     rotary_frequencies,
     rotary_tables,
 )
@@ -25,7 +26,6 @@ from minitrain.models.mamba import Mamba2
 from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import MoE
-from minitrain.models.variants import identity
 
 # the matrices that write into the residual stream
 RESIDUAL_OUTPUTS = (

@@ -3,7 +3,7 @@
 How LoRA, FP8, parallelism and the sampler change a model, in three ways: see the head of variants.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.models.rope_scaling import llama3_keep, yarn_keep, yarn_mscale
-from minitrain.models.variants import identity, project
+from minitrain.models.variants import has_hooks
+
+
+def identity(x: Tensor) -> Tensor:
+    """Return x [...]: the default of an exchange point, on one rank."""
+    return x
+
+
+def project(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
+    """Return the outputs [..., out] of Linears for the same x [..., in].
+
+    A variant computes all of them at once, if it has a method `together` that does not return None.
+    """
+    variants = [linear.together for linear in linears if hasattr(linear, "together")]
+    # `together` would skip the hooks of a Linear
+    if variants and not any(map(has_hooks, linears)):
+        for together in variants:
+            outputs = together(linears, x)
+            if outputs is not None:
+                return outputs
+    return [linear(x) for linear in linears]
 
 
 class LayerNorm1P(nn.LayerNorm):

@@ -37,7 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.models.decoder_config import MambaShape
-from minitrain.models.variants import KeepsFP32, identity
+from minitrain.models.layers import identity
+from minitrain.models.variants import KeepsFP32
 
 
 def by_group(tensor: Tensor, parts: list[int], groups: int) -> Tensor:

@@ -47,11 +47,6 @@ class KeepsFP32(nn.Module):
         return super()._apply(keep, recurse)
 
 
-def identity(x: Tensor) -> Tensor:
-    """Return x [...]: the default of an exchange point, on one rank."""
-    return x
-
-
 def base_class(module: nn.Module) -> type:
     """Return the module's class, without the adapters that may be around it."""
     kind = type(module)
@@ -67,21 +62,6 @@ def set_variant(module: nn.Module, variant: type) -> None:
     # an adapted class makes one of the same adapters around the variant
     around = getattr(type(module), "around", None)
     module.__class__ = around(variant) if around else variant
-
-
-def project(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
-    """Return the outputs [..., out] of Linears for the same x [..., in].
-
-    A variant computes all of them at once, if it has a method `together` that does not return None.
-    """
-    variants = [linear.together for linear in linears if hasattr(linear, "together")]
-    # `together` would skip the hooks of a Linear
-    if variants and not any(map(has_hooks, linears)):
-        for together in variants:
-            outputs = together(linears, x)
-            if outputs is not None:
-                return outputs
-    return [linear(x) for linear in linears]
 
 
 def in_tuples(kind: type, flat: Sequence) -> list:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from minitrain.errors import InputError
 from minitrain.models.attention import Mask, attention, make_mask
-from minitrain.models.variants import KeepsFP32, identity
+from minitrain.models.layers import identity
+from minitrain.models.variants import KeepsFP32
 from minitrain.models.video import (
     patch_grid,
     patchify,

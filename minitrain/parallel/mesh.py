@@ -1,6 +1,7 @@
 """Arrange the ranks of a process group as device meshes with named dimensions."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class Meshes:
     experts: DeviceMesh | None
     # dp_shard of `parameters` is cp times the setting; that of `experts` is cp x tp / ep times
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Return this rank's device: its CPU, or torch's current GPU."""
         kind = self.tp.device_type

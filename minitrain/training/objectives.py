@@ -1,4 +1,4 @@
-"""Objectives: the interface between the training loop and a task, and next-token prediction.
+"""Objectives: the interface between the training loop and a task.
 
 The three methods of `Objective` suffice if ranks have different rows or share weights
 (dp_replicate, dp_shard, tp, ep). Two layouts need more, and are refused unless the objective names
@@ -21,11 +21,9 @@ dpo.py needs only its outputs.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -33,7 +31,7 @@ from minitrain.errors import InputError
 from minitrain.settings import Config, Parallel
 from minitrain.training.dpo import Preferences
 from minitrain.training.flow import FlowMatching
-from minitrain.training.loss import IGNORE, linear_cross_entropy
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.packing import Batch
 
 
@@ -75,57 +73,3 @@ def check_objective(objective: Objective, parallel: Parallel) -> None:
                 f"parallel.{name}={size}: {type(objective).__name__} does not name {name} in its `layouts`, for which "
                 f"its loss must be a sum over tokens (see training/objectives.py; use {name}=1)"
             )
-
-
-class LanguageModeling:
-    """The sum of -log p(label | tokens before it) over the labels that are not IGNORE.
-
-    A batch has tokens and labels [batch, seq], and further inputs of the model by name. With data
-    that is mixed it also has `sources` [batch, seq], the place of each token's source in `names`.
-    """
-
-    layouts = ("cp", "pp")
-
-    def __init__(self, names: Sequence[str] = ()):
-        self.names = names
-        # [2, sources]: the sum of losses, and the number of labels
-        self.sums = torch.zeros(2, len(names), dtype=torch.float64)
-
-    def count(self, batch: Batch) -> int:
-        # labels: [batch, seq]
-        return int((batch["labels"] != IGNORE).sum())
-
-    def loss(self, model: Module, batch: Batch) -> Tensor:
-        # a scalar, from the model's output [batch, seq, hidden], its head's weight and the labels
-        batch = dict(batch)
-        sources = batch.pop("sources", None)
-        head = linear_cross_entropy
-        if sources is not None and torch.is_grad_enabled():
-            head = partial(self.head, sources)
-        return model(batch.pop("tokens"), **batch, head=head)
-
-    def head(self, sources: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, a scalar, and add each token's part of it to the sum of its source.
-
-        sources, labels: [batch, seq]; hidden: [batch, seq, hidden]; weight: [vocab, hidden].
-        """
-        labels = labels.flatten()
-        # `linear_cross_entropy` fills it
-        losses = torch.zeros(labels.shape, device=labels.device)
-        loss = linear_cross_entropy(hidden, weight, labels, losses)
-        # [2, tokens]
-        numbers = torch.stack([losses, labels != IGNORE]).double()
-        self.sums = self.sums.to(labels.device).index_add(1, sources.flatten(), numbers)
-        return loss
-
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the mean loss of each source that had a label, as loss/NAME.
-
-        sum_over: sums a tensor over ranks with other rows, here [2, sources].
-        """
-        if not self.names:
-            return {}
-        losses, counts = sum_over(self.sums).tolist()
-        self.sums = torch.zeros_like(self.sums)
-        sums = zip(self.names, losses, counts, strict=True)
-        return {f"loss/{name}": loss / count for name, loss, count in sums if count}

@@ -33,8 +33,8 @@ from minitrain.run.tasks.exact_match import exact_match
 from minitrain.run.tasks.train_model import train
 from minitrain.settings import Config, Parallel
 from minitrain.training.build import initialize
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loss import IGNORE
-from minitrain.training.objectives import LanguageModeling
 from minitrain.training.packing import rows
 from tests.helpers.oracle import check_close
 

@@ -27,8 +27,8 @@ from minitrain.simulator.dry_run import dry_run
 from minitrain.simulator.fake_world import fake_world, trace_step
 from minitrain.simulator.replay import schedule_order
 from minitrain.training.build import build_model, make_model
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import Trainer, forward_backward
-from minitrain.training.objectives import LanguageModeling
 from tests.helpers import oracle
 from tests.helpers.families import families, is_dense
 from tests.helpers.oracle import (

@@ -16,8 +16,8 @@ from minitrain.run.checkpoint import checkpoint_files, checkpoint_state
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import forward_backward
-from minitrain.training.objectives import LanguageModeling
 from tests.helpers.oracle import micro_batches, ragged_batch
 from tests.helpers.resharding import TREE, assert_equal, full_state, load, make, train
 

@@ -30,8 +30,8 @@ from minitrain.run.monitor.health import Health, batch_origin
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.tasks import train_model
 from minitrain.settings import Config
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import Trainer, is_finite
-from minitrain.training.objectives import LanguageModeling
 from tests.helpers.grpo import TREE as GRPO
 from tests.helpers.grpo import made_up_groups
 from tests.helpers.poison import POISONS, TINY, Poisoned, lines

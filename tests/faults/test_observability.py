@@ -45,8 +45,8 @@ from minitrain.run.monitor.profiling import recorded_steps
 from minitrain.run.monitor.tensorboard import Board
 from minitrain.run.tasks import exports, grpo_task, train_model
 from minitrain.settings import Lora, Profile
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import Trainer, global_count
-from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients
 from tests.helpers.grpo import TREE as GRPO
 from tests.helpers.poison import TINY, lines

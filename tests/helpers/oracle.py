@@ -30,9 +30,9 @@ from minitrain.run.config import load as configs
 from minitrain.run.launch.start import fill_weights, start
 from minitrain.settings import Config
 from minitrain.training.build import build_model, initialize
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
-from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import clip_gradients
 from tests.helpers.pool import Pool, part_of
 

@@ -6,8 +6,8 @@ from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
 from minitrain.training.build import build_model
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import forward_backward
-from minitrain.training.objectives import LanguageModeling
 from minitrain.training.optim import make_optimizer
 from tests.helpers.oracle import micro_batches, ragged_batch, snapshot
 

@@ -13,10 +13,10 @@ from minitrain.models import fp8
 from minitrain.models.attention import GroupedQueryAttention
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import Fp8Experts, Fp8Linear, to_fp8
+from minitrain.models.layers import project
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, cast, quantize
-from minitrain.models.variants import project
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict

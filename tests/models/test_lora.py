@@ -21,6 +21,7 @@ from minitrain.data.tokenizer import load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.decoder import Decoder
+from minitrain.models.layers import project
 from minitrain.models.lora import (
     LoraLinear,
     adaptable_weights,
@@ -34,7 +35,7 @@ from minitrain.models.lora import (
     merge_adapters,
     merged_weight,
 )
-from minitrain.models.variants import project, set_variant
+from minitrain.models.variants import set_variant
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel.parallelize import apply_techniques

@@ -21,8 +21,8 @@ from minitrain.rollout.scheduler import Scheduler
 from minitrain.rollout.steps import DecodingStep
 from minitrain.run.config import load as configs
 from minitrain.settings import Rollout
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loss import IGNORE
-from minitrain.training.objectives import LanguageModeling
 from tests.helpers.families import families
 from tests.helpers.sampling import NEW, make, prompts_of, trainer_logprobs, uncached
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from minitrain import Sampler, SamplingParams, load_pretrained, save_pretrained
 from minitrain.models import cpu
+from minitrain.models.layers import project
 from minitrain.models.lora import add_adapters
-from minitrain.models.variants import project
 from minitrain.parallel.recompute import recompute
 from minitrain.rollout import cpu as cpu_attention
 from minitrain.rollout import weights

@@ -14,9 +14,9 @@ from minitrain.run.launch.start import start
 from minitrain.run.tasks.draw_videos import draw_world
 from minitrain.run.tasks.task import is_due
 from minitrain.training.build import build_model
+from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import Trainer, set_token_counts, to_device, training_steps
 from minitrain.training.loss import IGNORE
-from minitrain.training.objectives import LanguageModeling
 from minitrain.training.packing import rows
 from tests.helpers.commands import ROOT
 
