@@ -26,7 +26,7 @@ from minitrain.errors import InputError
 from minitrain.examples.shapes import write_png
 from minitrain.grpo import policy_loop
 from minitrain.parallel.agreement import broadcast, broadcast_flag, gather
-from minitrain.parallel.pipeline import Pipeline
+from minitrain.parallel.pipeline_moves import Places
 from minitrain.run.checkpoint import fingerprint
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint, file_digest
 from minitrain.run.config import load as configs
@@ -492,12 +492,12 @@ def export_to_a_slow_disk(folder, pp):
     Before a stage's first send the two ranks meet in the store, as NCCL's do."""
     config = configs.from_dict(TINY | {"parallel": {"pp": pp}})
     trainer = Trainer(config, start(config))
-    save, move, store = exports.save_tensors, Pipeline.move, c10d._get_default_store()
+    save, move, store = exports.save_tensors, Places.move, c10d._get_default_store()
 
-    def meet_and_move(pipeline, tensor, like, source, target):
+    def meet_and_move(places, tensor, like, source, target, *device):
         if source != target:
             store.set("met", "") if dist.get_rank() == 0 else store.get("met")
-        return move(pipeline, tensor, like, source, target)
+        return move(places, tensor, like, source, target, *device)
 
     def slowly(tensors):
         time.sleep(2)
@@ -506,7 +506,7 @@ def export_to_a_slow_disk(folder, pp):
         yield from tensors
 
     exports.save_tensors = lambda tensors, *args: save(slowly(tensors), *args)
-    Pipeline.move = meet_and_move
+    Places.move = meet_and_move
     set_timeout(1.0)
     store.set_timeout(timedelta(seconds=1))
     exports.export(trainer, config, folder)
