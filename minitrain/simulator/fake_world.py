@@ -13,9 +13,9 @@ The compiler does all but write kernels: it cuts each block into a forward and a
 decides what is kept between them. Left out of memory: what is being sent between pipeline stages.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from functools import partial
 from unittest.mock import patch
 
@@ -70,8 +70,9 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
     """Return the dimensions and the ranks of every mesh's process groups, by name."""
     # several dimensions may share a group
     groups: dict[str, tuple[list[str], list[int]]] = {}
-    for mesh in filter(None, vars(meshes).values()):
-        for dimension in mesh.mesh_dim_names:
+    for field in fields(meshes):
+        mesh = getattr(meshes, field.name)
+        for dimension in mesh.mesh_dim_names if mesh else ():
             group = mesh.get_group(dimension)
             new = [], dist.get_process_group_ranks(group)
             groups.setdefault(group.group_name, new)[0].append(dimension)
@@ -206,7 +207,7 @@ def trace_step(
         dataset, _ = open_dataset(config)
         with FakeTensorMode(allow_non_fake_inputs=True):
             trainer = Trainer(
-                dataclasses.replace(config, device="cpu"),
+                replace(config, device="cpu"),
                 meshes,
                 build=partial(build_counted, visible),
             )

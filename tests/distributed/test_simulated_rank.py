@@ -1,6 +1,7 @@
 """A simulated rank does what the real one does: FLOPs, messages, and memory of a real step on gloo processes."""
 
 from collections import Counter
+from dataclasses import fields
 
 import pytest
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -102,7 +103,9 @@ def test_all_dimensions_of_a_group_are_known():
     with fake_world(4):
         meshes = meshes_of(config, "cpu")
         groups = process_groups(meshes)
-        for mesh in filter(None, vars(meshes).values()):
+        assert meshes.device.type == "cpu"  # kept beside the meshes once asked for
+        assert process_groups(meshes) == groups
+        for mesh in filter(None, (getattr(meshes, field.name) for field in fields(meshes))):
             for dimension in mesh.mesh_dim_names:
                 assert dimension in groups[mesh.get_group(dimension).group_name][0]
 
