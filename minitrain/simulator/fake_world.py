@@ -207,9 +207,7 @@ def trace_step(
         dataset, _ = open_dataset(config)
         with FakeTensorMode(allow_non_fake_inputs=True):
             trainer = Trainer(
-                replace(config, device="cpu"),
-                meshes,
-                build=partial(build_counted, visible),
+                replace(config, device="cpu"), meshes, build=partial(build_counted, visible)
             )
             make_optimizer_states(trainer)
             # fake tensors hold no labels to count
