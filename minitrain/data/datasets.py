@@ -20,6 +20,7 @@ from minitrain.data.text.text_rows import open_data
 from minitrain.data.toys import load_from
 from minitrain.errors import InputError
 from minitrain.settings import Config
+from minitrain.training.packing import ENDLESS
 
 BLOCK = 10_000
 # what opens the rows of tasks that need more than texts, which no other task imports
@@ -66,6 +67,9 @@ def with_steps(config: Config, rows: int, per_step: int) -> Config:
     """Return the config with its epochs as steps: passes over `rows`, of which a step takes some."""
     if not config.epochs:
         return config
+    if rows >= ENDLESS:
+        told = f"epochs={config.epochs:g} needs data that ends, and data.kind={config.data.kind}"
+        raise InputError(f"{told} has no end here (use steps)")
     # as it is written: 1.1 in binary is a little more, and so would be the number of steps
     epochs = Fraction(str(config.epochs))
     return replace(config, steps=math.ceil(epochs * rows / per_step), epochs=0.0)

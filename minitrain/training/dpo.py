@@ -50,7 +50,8 @@ class Preferences:
 
     def __init__(self, settings: DPO):
         self.settings = settings
-        self.sums = torch.zeros(4)
+        # of training, and of validation, which computes no gradients
+        self.sums = {True: torch.zeros(4), False: torch.zeros(4)}
 
     def prepare(self, trainer: "Trainer", dataset: Dataset, batches: int) -> None:
         """Set the rows' reference, before training changes the model: see `add_reference`."""
@@ -81,10 +82,10 @@ class Preferences:
         rejected = ratios[:, 1::2]
         valid = tokens[:, ::2] > 0
         losses = pair_losses(self.settings, chosen - rejected)
-        if torch.is_grad_enabled():
-            terms = torch.stack([valid, chosen > rejected, chosen, rejected])
-            sums = (terms.detach() * valid).sum((1, 2))
-            self.sums = self.sums.to(sums.device) + sums
+        terms = torch.stack([valid, chosen > rejected, chosen, rejected])
+        sums = (terms.detach() * valid).sum((1, 2))
+        training = torch.is_grad_enabled()
+        self.sums[training] = self.sums[training].to(sums.device) + sums
         return (losses * valid).sum()
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
@@ -92,14 +93,22 @@ class Preferences:
 
         sum_over: sums a tensor over ranks with other rows, here [4].
         """
-        pairs, *sums = sum_over(self.sums).tolist()
-        self.sums = torch.zeros(4)
+        return self.means(sum_over, training=True)
+
+    def held_out(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the same of the pairs that were validated since the last call."""
+        return self.means(sum_over, training=False)
+
+    def means(self, sum_over: Callable[[Tensor], Tensor], training: bool) -> dict[str, float]:
+        pairs, *sums = sum_over(self.sums[training]).tolist()
+        self.sums[training] = torch.zeros(4)
         right, chosen, rejected = (each / max(pairs, 1) for each in sums)
         beta = self.settings.beta
         return {
             "reward_accuracy": right,
             "reward_chosen": beta * chosen,
             "reward_rejected": beta * rejected,
+            "reward_margin": beta * (chosen - rejected),
         }
 
 

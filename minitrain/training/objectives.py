@@ -13,6 +13,9 @@ them in `layouts`:
 Where ranks with other tokens of the same rows each have all of the rows' numbers, as with videos,
 `summed_over = "batch"` says that metrics are summed over ranks with other rows alone.
 
+What a validation is to tell beside the loss returns `held_out(sum_over)`, as `metrics` does of what
+is trained on.
+
 An objective that needs more than rows and the trained model, such as a second model, has a method
 prepare(trainer, dataset, batches). It is called before the first step: for the dataset that is
 trained on, of which `batches` global batches are used, and for a held-out one. All ranks call it
@@ -36,7 +39,7 @@ from minitrain.training.packing import Batch
 
 
 class Objective(Protocol):
-    """What is learned. `layouts`, `summed_over` and `prepare` may be missing: see above."""
+    """What is learned. `layouts`, `summed_over`, `held_out`, `prepare` may be missing: see above."""
 
     def count(self, batch: Batch) -> int:
         """Return the number of loss terms; the loop divides by that of the step.

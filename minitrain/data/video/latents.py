@@ -44,6 +44,7 @@ from minitrain.hashing import nth, shuffled
 from minitrain.models.wan_config import WanConfig
 from minitrain.settings import Config
 from minitrain.training.flow import Noised, generator
+from minitrain.training.packing import ENDLESS
 
 DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
 TEXTS = "text", "negative"
@@ -151,8 +152,7 @@ class MockLatents:
         self.seed = seed
 
     def __len__(self) -> int:
-        # no epoch ever ends
-        return 1 << 40
+        return ENDLESS
 
     def row(self, n: int) -> Row:
         random = generator(self.seed, n)

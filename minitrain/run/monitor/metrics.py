@@ -56,6 +56,9 @@ class MetricsLog:
         self.skips = []
         # did the run end between step `start`'s checkpoint and its line?
         self.lacks_last = False
+        # the best validation, and its step; 0 before any
+        self.best = -math.inf
+        self.best_step = 0
         if not self.enabled:
             return
         notes = []
@@ -63,7 +66,8 @@ class MetricsLog:
         if start:
             kept, notes = self.take_up(file, start)
         write_durably(file, "".join(map(to_line, kept)))
-        self.best = max(map(goodness, kept), default=-math.inf)
+        for line in kept:
+            self.take_best(line)
         self.file = file.open("a", encoding="utf-8")
         # disable=None: unless it is a terminal
         self.bar = tqdm(
@@ -116,9 +120,19 @@ class MetricsLog:
             self.next_line = now + PAUSE
             self.say(f"step {step:,} of {self.bar.total:,}: {told}")
         if tested:
-            good = goodness(numbers)
-            self.say(f"step {step:,}  val {tested}{', best' if good > self.best else ''}")
-            self.best = max(good, self.best)
+            # than what came before
+            better = self.is_best(numbers) and self.best_step
+            self.say(f"step {step:,}  val {tested}{', best' if better else ''}")
+            self.take_best(numbers)
+
+    def is_best(self, numbers: dict) -> bool:
+        """Return whether a step was validated, on this rank, and none before it was as good."""
+        return self.enabled and goodness(numbers) > self.best
+
+    def take_best(self, numbers: dict) -> None:
+        if self.is_best(numbers):
+            self.best = goodness(numbers)
+            self.best_step = numbers["step"]
 
     def tell(self, logger: Callable[[dict], None], numbers: dict) -> None:
         """Call a logger. Its failure must not end a run: it is told, and the logger called no more."""
@@ -155,9 +169,11 @@ class MetricsLog:
     def end(self, config: Config, first: int, seconds: float, mfu_of: str) -> None:
         """Say how the run went: see `closing_lines`."""
         if self.enabled:
+            # which would stand below
+            self.bar.close()
             lines, _ = read_lines(Path(self.file.name))
-            for title, text in closing_lines(config, lines, first, seconds, mfu_of).items():
-                self.say(f"{title:<11} {text}")
+            for line in closing_lines(config, lines, first, seconds, mfu_of):
+                self.say(line)
 
     def close(self) -> None:
         """End the progress bar's line, so that an error has one of its own, and the files."""
