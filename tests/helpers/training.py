@@ -24,3 +24,9 @@ def materialised(hidden, weight, labels):
 def one_graph(function, weight):
     """In place of `fused`, on CPU."""
     return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def logged(objective, sum_over=lambda sums: sums) -> dict[str, float]:
+    """An objective's numbers for the log, as the loop asks for them. sum_over: adds up over ranks."""
+    sums = objective.sums()
+    return {} if sums is None else objective.metrics(sum_over(sums).tolist())
