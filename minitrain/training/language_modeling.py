@@ -1,6 +1,6 @@
 """Next-token prediction, the objective of pretraining and supervised fine-tuning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ class LanguageModeling:
     def __init__(self, names: Sequence[str] = ()):
         self.names = names
         # [2, sources]: the sum of losses, and the number of labels
-        self.sums = torch.zeros(2, len(names), dtype=torch.float64)
+        self.sums_by_source = torch.zeros(2, len(names), dtype=torch.float64)
 
     def count(self, batch: Batch) -> int:
         # labels: [batch, seq]
@@ -49,17 +49,19 @@ class LanguageModeling:
         loss = linear_cross_entropy(hidden, weight, labels, losses)
         # [2, tokens]
         numbers = torch.stack([losses, labels != IGNORE]).double()
-        self.sums = self.sums.to(labels.device).index_add(1, sources.flatten(), numbers)
+        sums = self.sums_by_source.to(labels.device)
+        self.sums_by_source = sums.index_add(1, sources.flatten(), numbers)
         return loss
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the mean loss of each source that had a label, as loss/NAME.
-
-        sum_over: sums a tensor over ranks with other rows, here [2, sources].
-        """
+    def sums(self) -> Tensor | None:
+        """Return the losses' sums and the numbers of labels by source, [2, sources]."""
         if not self.names:
-            return {}
-        losses, counts = sum_over(self.sums).tolist()
-        self.sums = torch.zeros_like(self.sums)
-        sums = zip(self.names, losses, counts, strict=True)
-        return {f"loss/{name}": loss / count for name, loss, count in sums if count}
+            return None
+        sums = self.sums_by_source
+        self.sums_by_source = torch.zeros_like(sums)
+        return sums
+
+    def metrics(self, sums: list[list[float]]) -> dict[str, float]:
+        """Return the mean loss of each source that had a label, as loss/NAME."""
+        sources = zip(self.names, *sums, strict=True)
+        return {f"loss/{name}": loss / count for name, loss, count in sources if count}
