@@ -50,8 +50,8 @@ class Preferences:
 
     def __init__(self, settings: DPO):
         self.settings = settings
-        # of training, and of validation, which computes no gradients
-        self.sums = {True: torch.zeros(4), False: torch.zeros(4)}
+        # over the batches with gradients, which are trained on, and over those without
+        self.totals = {True: torch.zeros(4), False: torch.zeros(4)}
 
     def prepare(self, trainer: "Trainer", dataset: Dataset, batches: int) -> None:
         """Set the rows' reference, before training changes the model: see `add_reference`."""
@@ -85,23 +85,23 @@ class Preferences:
         terms = torch.stack([valid, chosen > rejected, chosen, rejected])
         sums = (terms.detach() * valid).sum((1, 2))
         training = torch.is_grad_enabled()
-        self.sums[training] = self.sums[training].to(sums.device) + sums
+        self.totals[training] = self.totals[training].to(sums.device) + sums
         return (losses * valid).sum()
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio.
-
-        sum_over: sums a tensor over ranks with other rows, here [4].
-        """
-        return self.means(sum_over, training=True)
+    def sums(self, training: bool = True) -> Tensor:
+        """Return the numbers of pairs and of right ones, and the sums of their ratios, [4]."""
+        sums = self.totals[training]
+        self.totals[training] = torch.zeros(4)
+        return sums
 
     def held_out(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the same of the pairs that were validated since the last call."""
-        return self.means(sum_over, training=False)
+        """Return the same numbers of the batches without gradients since the last call."""
+        found = self.metrics(sum_over(self.sums(training=False)).tolist())
+        return {f"val_{name}": value for name, value in found.items()}
 
-    def means(self, sum_over: Callable[[Tensor], Tensor], training: bool) -> dict[str, float]:
-        pairs, *sums = sum_over(self.sums[training]).tolist()
-        self.sums[training] = torch.zeros(4)
+    def metrics(self, sums: list[float]) -> dict[str, float]:
+        """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio."""
+        pairs, *sums = sums
         right, chosen, rejected = (each / max(pairs, 1) for each in sums)
         beta = self.settings.beta
         return {
