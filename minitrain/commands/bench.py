@@ -42,7 +42,6 @@ from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.recipes import CONFIGS, config_path, own_folder, split_words
-from minitrain.run.config.unread import unread
 from minitrain.run.launch import cli
 from minitrain.settings import Config
 from minitrain.simulator import tracers
@@ -280,6 +279,8 @@ def check_options(cases: list[Case], options: Namespace) -> None:
 
 def show_unread(cases: list[Case], options: Namespace) -> None:
     """Print a note for each setting that no case reads, once for all cases that give it."""
+    from minitrain.run.config.unread import unread
+
     also_read = ("rollout", "grpo") if options.generate else ()
     notes = [note for case in cases for note in unread(case.config, also_read)]
     if is_first_rank():
