@@ -331,7 +331,8 @@ def count_video_step(words: dict) -> tuple[int, float, int, int]:
     data, _ = open_dataset(config)
     trainer = make_trainer(config, start(config))
     counts = count_flops(lambda: trainer.step(data, 0))
-    tokens = trainer.objective.metrics(trainer.total)["video_tokens"]
+    sums = trainer.total(trainer.objective.sums()).tolist()
+    tokens = trainer.objective.metrics(sums)["video_tokens"]
     ours = step_flops(config, data)(round(tokens)) * tokens
     dim = config.model.config.dim
     timesteps = 2 * (config.model.config.freq_dim * dim + 7 * dim**2)

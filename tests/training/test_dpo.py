@@ -142,12 +142,15 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path, kind, settings):
         objective.loss(ours, batch)
     # of training and, apart from it, of validation; TRL logs theirs as lists over batches
     logged = {key: values[0] for key, values in next(iter(METRICS.values())).items()}
-    for told in (objective.metrics(lambda x: x), objective.held_out(lambda x: x)):
-        # TRL's rewards are of sums in any case
-        if settings.length_normalized:
-            break
+    held = objective.held_out(lambda x: x)
+    trained = objective.metrics(objective.sums().tolist())
+    assert held == {f"val_{name}": value for name, value in trained.items()}
+    # TRL's rewards are of sums in any case
+    if not settings.length_normalized:
         for ours_, name in (("accuracy", "accuracies"), ("margin", "margins"), ("chosen",) * 2):
-            assert told[f"reward_{ours_}"] == pytest.approx(logged[f"rewards/{name}"], abs=1e-5)
+            assert trained[f"reward_{ours_}"] == pytest.approx(
+                logged[f"rewards/{name}"], abs=1e-5
+            )
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     check_close(
         [{name: p.grad for name, p in ours.named_parameters()}], gradients, 1e-4, "gradients"
