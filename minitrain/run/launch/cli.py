@@ -29,6 +29,7 @@ OF_COMMAND = {
         ", for task=pretrain": " (leave --chat out)",
         ", for task=dpo": ", and evaluate has no use for pairs",
     },
+    "generate": {"data.kind=text reads texts": "lines of text stand in a file of another ending"},
     "tokenize": {
         "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
     },
@@ -121,7 +122,7 @@ def in_options(command: str) -> Iterator[None]:
         if command not in OF_COMMAND:
             raise
         told = str(error)
-        for words, own in (IN_OPTIONS | OF_COMMAND[command]).items():
+        for words, own in (OF_COMMAND[command] | IN_OPTIONS).items():
             told = told.replace(words, own)
         raise InputError(told) from error
 
