@@ -42,6 +42,7 @@ from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.launch import cli
+from minitrain.run.launch.interrupts import stop
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 
@@ -160,7 +161,7 @@ def main(arguments: list[str]) -> None:
 def bench(options: Namespace) -> None:
     """Run what the options ask for. Raises InputError, at the end if other files could be run."""
     # what is done is shown at the end
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, stop)
     # both before torch is there
     if options.simulate:
         tracers.start_server()

@@ -6,13 +6,16 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from tqdm import tqdm
+
 from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import tell_torchrun
+from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # type, or list of choices; default, or ... where it must be given; help
@@ -79,15 +82,22 @@ def config_path(text: str) -> str:
 
 def check_writable(option: str, file: str | None) -> None:
     """Raise InputError if the file of an option cannot be written: what fills it takes minutes."""
-    if file is None:
-        return
-    path = Path(file)
+    path = Path(file or "")
     is_new = not path.exists()
+    # the reader of a pipe would take this for its end
+    if file is None or path.is_fifo():
+        return
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
             # other ranks do the same
             path.unlink(missing_ok=True)
+
+
+def bar(items: Iterable | None, total: int, unit: str, done: int = 0) -> tqdm:
+    """Return a progress bar over items, of which `done` were there before; rarely told to a file."""
+    often = 0.1 if sys.stderr.isatty() else 10
+    return tqdm(items, total=total, unit=unit, initial=done, mininterval=often)
 
 
 def use_huge_pages() -> None:
@@ -102,19 +112,26 @@ def use_huge_pages() -> None:
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a command line's `main(arguments)` and exit.
 
-    The code is 0; 2 after an InputError or a failing disk, told in one line; 130 after Ctrl-C; 1
-    after all else. Where another rank has died, that is the line, not what it led to here.
+    The code is 0; 2 after an InputError or a failing disk, told in one line; after a signal its
+    number and 128, as 130 after Ctrl-C; 1 after all else. Where another rank has died, that is the
+    line, not what it led to here.
     """
     sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
     arguments = sys.argv[1:]
     code = 0
+    ended = False
     try:
-        main(arguments)
+        with stopped_by_signals():
+            main(arguments)
         sys.stdout.flush()
         if group_is_up():
             from minitrain.parallel.agreement import wait_for_all
 
             wait_for_all()
+    except Stopped as stopped:
+        ended = True
+        code = stopped.code
+        say_once(str(stopped))
     except KeyboardInterrupt:
         code = 130
         say_once("interrupted")
@@ -139,11 +156,12 @@ def run(main: Callable[[list[str]], None]) -> None:
 
         # after an error the others are made to end too
         watch.leave(code)
+    if ended or group_is_up():
         sys.stdout.flush()
         sys.stderr.flush()
         # The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success
-        # a crash. Nor is the group destroyed: NCCL would wait for ever for a sampler's CUDA graphs,
-        # which hold kernels of its.
+        # a crash; and after a signal it would wait for the compiler. Nor is the group destroyed:
+        # NCCL would wait for ever for a sampler's CUDA graphs, which hold kernels of its.
         os._exit(code)
     sys.exit(code)
 

@@ -1,13 +1,13 @@
 """Notice what happens to a run: that it is asked to stop, and that ranks die.
 
 Signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP (the terminal goes), SIGUSR1, SIGUSR2 and SIGXCPU
-(schedulers send them before the time is up). One may reach the ranks at different moments, or one
+(schedulers send them before the time is up; interrupts.py). One may reach the ranks at different moments, or one
 rank alone; all finish the step they are at or the next, but no validation other than GRPO's, write
 a checkpoint, export nothing and end with code 0. A second SIGINT ends the process at once. A signal
 that is ignored from the start, as nohup does with SIGHUP, stays so. torchrun passes signals on,
 kills what is left after 30 seconds (`--shutdown-timeout`, from torch 2.13 on) and itself ends with
-code 1. Before the first step and after the last a signal ends the run at once: there is nothing to
-save then.
+code 1. Before the first step, while that one is compiled, and after the last a signal ends the run
+at once: there is nothing to save then.
 
 Dead ranks: the kernel closes the connections of a process that dies, however it dies, and not those
 of one that is merely slow. So every rank has one to rank 0 over which nothing goes; when it ends
@@ -25,15 +25,18 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
+from types import FrameType
 
 import torch.distributed as dist
 
 from minitrain.parallel.agreement import broadcast, broadcast_flag
 from minitrain.run.config.environment import tell_torchrun
+from minitrain.run.launch.interrupts import STOPS, Stopped, above, compiles, stop
 from minitrain.run.launch.rendezvous import default_store
 
 # seconds, seconds, times
@@ -43,18 +46,15 @@ VERDICT = 10.0
 # seconds that rank 0, which has the store, stays for others that end after an error
 FAREWELL = 5.0
 
-STOPS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+TOLD = b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n"
 # that this rank has got
 _signals: list[int] = []
 
 # --------------------------------------------------------------------------------------- stopping
+
+
+def while_compiling(number: int, step: str) -> str:
+    return f"{signal.Signals(number).name}: ended while torch.compile was at work on the {step}"
 
 
 @contextmanager
@@ -71,22 +71,26 @@ def until_signal() -> Iterator[Callable[[], str]]:
     # torchrun passes on what the terminal sends to all: that is no second Ctrl-C
     echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
     interrupted = 0.0
+    step_done = False
 
-    def note(number: int, _) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
-        told = b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n"
+        if not step_done and compiles(above(frame)):
+            stop(number, line=while_compiling(number, "first step"))
         if number == signal.SIGINT and not interrupted:
             interrupted = time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 # not print: the signal may have come in the middle of one
                 with suppress(OSError):
-                    os.write(2, told)
+                    os.write(2, TOLD)
         elif number == signal.SIGINT and time.monotonic() > interrupted + echo:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         _signals.append(number)
 
     def stopping() -> str:
+        nonlocal step_done
+        step_done = True
         number = next(iter(_signals), 0)
         # torchrun, which has the store, may have died of the same signal
         with suppress(RuntimeError):
@@ -105,6 +109,11 @@ def until_signal() -> Iterator[Callable[[], str]]:
     }
     try:
         yield stopping
+    except Exception as error:
+        # a terminal interrupts the compiler's own processes, too
+        if _signals and compiles(frame for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise Stopped(_signals[0], while_compiling(_signals[0], "step")) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
