@@ -44,7 +44,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             raise InputError(
-                f"{file} needs the tokenizers package: pip install 'minitrain[text]'"
+                f"{file} needs the tokenizers package: pip install -e '.[text]'"
             ) from error
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
