@@ -77,7 +77,7 @@ BUDGETS = {
     "training": 15_000,
     "rollout": 18_500,
     "grpo": 12_500,
-    "formats": 15_800,
+    "formats": 15_900,
     "data": 6_300,
     "data/text": 5_400,
     "data/chat": 9_900,

@@ -1,8 +1,8 @@
-"""Read and write config.json and tensor names of Nemotron-H (Nemotron 3 Nano and Super).
+"""Hooks of the family Nemotron-H (Nemotron 3 Nano and Super), for config.json and tensors.
 
-Every layer there has one `norm` and one `mixer`, whatever it does; here it has the names that such
-a part has in other families. That rows of Mamba-2 layers are in another order there is told in
-mamba.py. Reading and writing the files themselves is in hf.py.
+In files every layer has one `norm` and one `mixer`, whatever it does; our names are those that such
+layers have in other families. models/mamba.py explains why the rows of Mamba-2's weights are in
+another order in files.
 """
 
 import math
@@ -12,15 +12,17 @@ from minitrain.errors import InputError
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
-# of config.json: the key of Llama's, or our field -> Nemotron-H's key
+# key of most families, or field of `DecoderConfig` -> Nemotron-H's key
 KEYS = {
     "hidden_act": "mlp_hidden_act",
     "rms_norm_eps": "layer_norm_epsilon",
     "layer_pattern": "hybrid_override_pattern",
 }
+# kind of layer in `layers_block_type` -> its letter in `hybrid_override_pattern`
 LETTERS = dict(
     linear_attention="M", mamba="M", full_attention="*", attention="*", moe="E", mlp="-"
 )
+# defaults of a model without experts
 NO_EXPERTS = dict(
     n_routed_experts=0,
     num_experts_per_tok=1,
@@ -29,18 +31,18 @@ NO_EXPERTS = dict(
     n_group=1,
     topk_group=1,
 )
-# where config.json has none, as Nemotron-H's before Nemotron 3, whatever the other sizes are
+# the default of head_dim, which models before Nemotron 3 omit; it does not depend on other sizes
 HEAD_DIM = 128
-# a time_step_min that bounds nothing: transformers takes its logarithm
+# a time_step_min without effect; not 0, because transformers takes its logarithm
 LEAST_DT = 1e-30
-# infinity as Python's JSON writes it, and as transformers 5 does
+# infinity as Python's JSON reads it, and as transformers 5 writes it
 ENDLESS = (math.inf, {"__float__": "Infinity"})
 
 
 def with_pattern(raw: dict) -> dict:
-    """Return config.json with the layer pattern in letters, and the keys that follow from it.
+    """Return config.json with the layer pattern in letters, and with keys that depend on it.
 
-    The other spelling is a list, `layers_block_type`.
+    The pattern may also be given as a list of names, `layers_block_type`.
     """
     pattern = raw.get("hybrid_override_pattern")
     layers = raw.get("layers_block_type")
@@ -71,14 +73,14 @@ def read(raw: dict) -> dict:
 def _least_dt(raw: dict) -> float:
     """Return the lower bound of dt. Raises InputError for an upper bound.
 
-    In NVIDIA's code, which trained the published models, it is that of `time_step_limit`;
-    `time_step_min` is a setting of the initialization alone. transformers 5.24 bounds dt by
-    `time_step_min` all the same (its pull request 48989). For Nemotron 3 Nano and Super that costs
-    1 to 6 % of perplexity, says mlx-lm's 1026. A file that transformers wrote itself, with its own
-    names of layers, computes as it does there.
+    NVIDIA's code, which trained the published models, bounds dt by `time_step_limit` and uses
+    `time_step_min` only for initialization. transformers 5.24 bounds dt by `time_step_min`
+    nevertheless (its pull request 48989), which raises the perplexity of Nemotron 3 Nano and Super by
+    1 to 6 % (mlx-lm #1026). Here NVIDIA's code is followed, except for files that transformers wrote,
+    recognized by its names of layers: these models compute the same as in transformers.
     """
     if "linear_attention" in (raw.get("layers_block_type") or []):
-        # an older name, which outranks the newer
+        # the older key takes precedence, as in transformers
         key = "mamba_dt_min" if "mamba_dt_min" in raw else "time_step_min"
         least = read_number(raw, key, float, 0.001)
         return 0.0 if least == LEAST_DT else least
@@ -92,7 +94,7 @@ def _least_dt(raw: dict) -> float:
 def write(config: DecoderConfig, settings: dict) -> dict:
     """Return config.json with the family's own keys.
 
-    A bound of dt is in `time_step_limit`, and for transformers in `time_step_min`, see `_least_dt`.
+    dt's lower bound is written as `time_step_limit`, and for transformers as `time_step_min`.
     """
     least = config.time_step_min
     bounded = dict(time_step_limit=[least, math.inf]) if least else {}
