@@ -1,6 +1,7 @@
 """Time a config's real training steps: the stopwatch."""
 
 from functools import partial
+from itertools import pairwise
 from statistics import median_high as median
 
 import torch
@@ -23,10 +24,10 @@ from minitrain.run.monitor.hardware import (
     peak_flops,
     peak_memory_bytes,
     reset_peak_memory,
-    timed,
 )
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward
+from minitrain.training.stopwatch import Moment
 
 
 def measure(
@@ -50,11 +51,15 @@ def measure(
     compile_seconds = calculate_time_spent()["total_wall_time"]
     trainer = make_trainer(config, meshes)
     trainer.prepare(data, warmup + steps + 1)
-    times = []
+    moments = [Moment(device)]
     graphs = []
     for step in progress(warmup + steps, row):
-        times.append(timed(partial(trainer.step, data, step), device))
+        trainer.step(data, step)
+        moments.append(Moment(device))
         graphs.append(counters["stats"]["unique_graphs"])
+        # as a run does, which reads a step's numbers while the device has the next one
+        moments[-2].wait()
+    times = [after.since(before) for before, after in pairwise(moments)]
     # measured again, because the machine may have been busy the first time
     matmul = max(matmul, measure_matmul(device, compute_dtype(config)))
     flops = token_flops(config, visible_share(data))

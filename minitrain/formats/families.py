@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as default
 from typing import Any
 
@@ -93,8 +93,9 @@ class Family:
 
     # --- tensors
 
-    # parts of our names -> parts of stored names, all replaced at once; or a function of the name
-    renamed: dict | Callable[[str], str] = default(default_factory=dict)
+    # parts of our names -> parts of stored names, all replaced at once; or a function of the name and
+    # of the number of layers
+    renamed: dict | Callable[[str, int], str] = default(default_factory=dict)
     # full_name(key): return the name that transformers gives a tensor, where other files shorten it
     full_name: Callable[[str], str] = lambda key: key
     # place(name, shape): return the stored tensor that holds a parameter, its shape, where the
@@ -110,8 +111,12 @@ class Family:
     stacked: bool = False
     # pattern of stored tensors to skip
     ignored: str = ""
-    # True: files may hold further layers, for multi-token prediction, which are skipped
-    further_layers: bool = False
+    # depth_of(key, layers): return the depth of multi-token prediction, 0, 1, ..., that a stored
+    # tensor belongs to; None if to none. Without this function, the family has no such layers
+    depth_of: Callable[[str, int], int | None] | None = None
+    # names of copies that files have in each layer of multi-token prediction: ours -> stored, with {}
+    # for the layer's number
+    copied: dict = default(default_factory=dict)
 
     def field(self, name: str) -> Any:
         """Return the value to which the family fixes a field of `DecoderConfig`, or the default."""
@@ -121,10 +126,13 @@ class Family:
         """Return this family's key for the one that most families call `name`."""
         return self.keys.get(name, name)
 
-    def stored_name(self, name: str) -> str:
-        """Return the stored name of our parameter. For experts see layouts_hf.py."""
+    def stored_name(self, name: str, layers: int) -> str:
+        """Return the stored name of our parameter. For experts see layouts_hf.py.
+
+        layers: of the model, without those of multi-token prediction.
+        """
         if callable(self.renamed):
-            return self.renamed(name)
+            return self.renamed(name, layers)
         parts = "|".join(re.escape(part) for part in sorted(self.renamed, key=len, reverse=True))
         return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
 
@@ -187,7 +195,8 @@ FAMILIES = {
         norm_topk=True,
         read=deepseek_v3.read,
         write=deepseek_v3.write,
-        further_layers=True,
+        depth_of=deepseek_v3.depth_of,
+        copied=deepseek_v3.COPIED,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -252,7 +261,7 @@ FAMILIES = {
         write=nemotron_h.write,
         needed=nemotron_h.needed,
         renamed=nemotron_h.stored_name,
-        ignored=r"mtp\..*",
+        depth_of=nemotron_h.depth_of,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -281,5 +290,5 @@ FAMILIES = {
         ignored=r".*\.attn\.(masked_)?bias",
     ),
     # config_own.py reads and writes its config.json
-    OWN: PLAIN,
+    OWN: replace(PLAIN, depth_of=deepseek_v3.depth_of),
 }

@@ -38,7 +38,7 @@ class Poisoned:
 
     def __init__(self, trainer: Trainer, kind: str):
         self.objective, self.kind = trainer.objective, kind
-        self.count, self.metrics = self.objective.count, self.objective.metrics
+        self.count = self.objective.count
         meshes = trainer.meshes.loss, trainer.meshes.pp
         self.here = all(mesh.get_local_rank() == mesh.size() - 1 for mesh in meshes)
 

@@ -25,3 +25,9 @@ def materialised(hidden, weight, labels):
 def one_graph(function, weight):
     """Compile a function as `fused` would on a GPU, but without generating kernels."""
     return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def logged(objective, sum_over=lambda sums: sums) -> dict[str, float]:
+    """An objective's numbers for the log, as the loop asks for them. sum_over: adds up over ranks."""
+    sums = objective.sums()
+    return {} if sums is None else objective.metrics(sum_over(sums).tolist())

@@ -1,7 +1,8 @@
 """Report skipped steps and spikes of the loss, with the batch that caused them.
 
 The decision to skip is made on the device (`update_weights`); the host, which reads loss and norm
-for the log anyway, comes to the same one from the same numbers. A loss is a spike if it lies above
+for the log anyway, perhaps once the next step is launched, comes to the same one from the same
+numbers. A loss is a spike if it lies above
 
     median + metrics.spike x 1.4826 x median(|loss - median|)
 

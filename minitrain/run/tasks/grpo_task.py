@@ -110,7 +110,10 @@ class GrpoTask:
             self.folder / name, keep, self.config.checkpoint.asynchronous, self.trainers
         )
 
-    def steps(self, first: int) -> Iterator[dict[str, Any]]:
+    def steps(
+        self, first: int, stays: Callable[[int], bool] = lambda step: True
+    ) -> Iterator[dict[str, Any]]:
+        # the host reads what was sampled: it waits for the device in every step anyway
         coming = self.kept(first) if self.config.grpo.lag and first else None
         return self.loop.steps(first, coming)
 

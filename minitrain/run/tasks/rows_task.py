@@ -64,8 +64,10 @@ class RowsTask:
         if self.config.data.kind in TOYS and not self.first:
             yield self.draw("before.png")
 
-    def steps(self, first: int) -> Iterator[dict[str, float]]:
-        return training_steps(self.trainer, self.data, first, self.last.get("tokens", 0))
+    def steps(
+        self, first: int, stays: Callable[[int], bool] = lambda step: True
+    ) -> Iterator[dict[str, float]]:
+        return training_steps(self.trainer, self.data, first, self.last.get("tokens", 0), stays)
 
     def origin(self, step: int) -> str:
         return batch_origin(self.data, self.config.batch.global_, step)
@@ -84,6 +86,8 @@ class RowsTask:
             if loss is None:
                 return False
             numbers["val_loss"] = loss
+            if hasattr(self.trainer.objective, "held_out"):
+                numbers |= self.trainer.objective.held_out(self.trainer.total)
             if self.bytes_per_token:
                 numbers["val_bits_per_byte"] = bits_per_byte(loss, self.bytes_per_token)
         if step == config.steps and config.validation.exact_match:

@@ -5,6 +5,7 @@ The loop is the same for all tasks; a `Task` has what differs.
 
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,8 +47,13 @@ class Task(Protocol):
     def about(self) -> Iterator[str]:
         """Yield lines to print at the beginning."""
 
-    def steps(self, first: int) -> Iterator[dict[str, Any]]:
-        """Run the steps from `first` on, and yield the numbers of each."""
+    def steps(
+        self, first: int, stays: Callable[[int], bool] = lambda step: True
+    ) -> Iterator[dict[str, Any]]:
+        """Run the steps from `first` on, and yield the numbers of each.
+
+        Where stays(step) is False, those of the step 1, 2, ... may come while the next one runs.
+        """
 
     def origin(self, step: int) -> str:
         """Return where the batch of a step comes from."""
@@ -96,12 +102,24 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
     seconds = 60 * config.checkpoint.minutes
     saved_at = time.monotonic()
     with until_signal() as stopping:
-        for numbers in profiled_steps(task):
+        # asked when a step is launched, and when its numbers come, perhaps after the next launch
+        @lru_cache(maxsize=2)
+        def stops_and_saves(step: int) -> tuple[str, bool]:
+            stop = stopping()
+            due = is_due(step, config.checkpoint.every, config.steps)
+            late = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
+            return stop, bool(late)
+
+        def stays(step: int) -> bool:
+            validates = config.validation.every
+            return any(stops_and_saves(step)) or (
+                validates > 0 and is_due(step, validates, config.steps)
+            )
+
+        for numbers in profiled_steps(task, stays):
             numbers |= meter.measure(numbers)
             numbers |= health.check(numbers)
-            due = is_due(numbers["step"], config.checkpoint.every, config.steps)
-            stop = stopping()
-            saves = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
+            stop, saves = stops_and_saves(numbers["step"])
             # saved before anything else can fail, but after the lines of earlier steps are on disk
             if saves:
                 log.sync()
@@ -129,13 +147,15 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def profiled_steps(task: Task) -> Iterator[dict[str, Any]]:
+def profiled_steps(task: Task, stays: Callable[[int], bool]) -> Iterator[dict[str, Any]]:
     """Return the numbers of the task's steps, and profile them as profile.* says."""
-    steps = task.steps(task.first)
     settings = task.config.profile
     if not (settings.steps or settings.memory):
-        return steps
+        return task.steps(task.first, stays)
     # imported only if it is needed
     from minitrain.run.monitor.profiling import recorded_steps
 
+    first, last = settings.steps or (0, 0)
+    # what is recorded is the work of these steps alone
+    steps = task.steps(task.first, lambda step: stays(step) or first - 1 <= step <= last)
     return recorded_steps(steps, settings, task.folder, task.first)
