@@ -1,12 +1,11 @@
-"""Hooks of the family DeepSeek-V3 (also Kimi K2), for config.json (see families.py)."""
+"""Hooks of the family DeepSeek-V3 (also Kimi K2), for config.json and tensors (see families.py)."""
 
 import re
 
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
-# our names -> those of the copies that each layer of multi-token prediction has beside it: vLLM
-# reads them
+# our names -> names of the copies that each layer of multi-token prediction has, which vLLM reads
 COPIED = {
     "model.embed_tokens.weight": "model.layers.{}.embed_tokens.weight",
     "lm_head.weight": "model.layers.{}.shared_head.head.weight",

@@ -91,8 +91,8 @@ def load_pretrained(
 def read_config(path: str | Path) -> Config:
     """Return the config of the model in folder `path`, of either kind.
 
-    It has as many depths of multi-token prediction as the files hold: transformers drops their
-    weights, and keeps the number in config.json.
+    Its depths of multi-token prediction are those in the files: transformers drops their weights, but
+    keeps their number in config.json.
     """
     file = Path(path) / "config.json"
     if os.path.isfile(path):
@@ -114,7 +114,7 @@ def read_config(path: str | Path) -> Config:
         config = replace(config, generation_config=read_json(generation))
     if config.num_nextn_predict_layers:
         held = 0
-        # files that are missing are told when they are read
+        # missing files are reported when the weights are read
         with suppress(InputError):
             held = held_depths(config, stored_tensors(weight_files(path)))
         config = replace(config, num_nextn_predict_layers=held)
@@ -261,7 +261,7 @@ def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
 
 
 def _check_copy(weights: Weights, key: str, name: str) -> None:
-    """Raise InputError if stored tensor `key`, which nothing reads, differs from our parameter `name`."""
+    """Raise InputError if stored tensor `key` is not a copy of our parameter `name`, from which it is read."""
     keys = (next(iter(weights.sources[name][0].needs)), key)
     original, copy = (weights.stored[each] for each in keys)
     blocks = [(slice(first, first + 4096),) for first in range(0, original.shape[0], 4096)]

@@ -158,7 +158,7 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
 
 
 def copies(config: DecoderConfig) -> dict[str, str]:
-    """Return copies of our parameters that files of multi-token prediction have: stored name -> ours."""
+    """Return the copies that layers of multi-token prediction have in files: stored name -> ours."""
     layers = config.all_layers[config.num_layers :]
     copied = FAMILIES.get(config.family, PLAIN).copied
     ours = {TIED_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
@@ -170,7 +170,7 @@ def copies(config: DecoderConfig) -> dict[str, str]:
 
 
 def held_depths(config: DecoderConfig, stored: Stored) -> int:
-    """Return how many depths of multi-token prediction the stored tensors have."""
+    """Return the number of depths of multi-token prediction that are stored."""
     family = FAMILIES.get(config.family, PLAIN)
     layers = config.num_layers
     names = (f"model.layers.{layers + depth}.eh_proj.weight" for depth in count())

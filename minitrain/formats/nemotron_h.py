@@ -60,7 +60,7 @@ def with_pattern(raw: dict) -> dict:
 
 
 def _letters(key: str, layers: Any) -> str:
-    """Return the letters of a key's list of names."""
+    """Return the letters of a list of names. key: of the list, for messages. Raises InputError."""
     letters = ""
     for layer in layers if isinstance(layers, list) else [layers]:
         if not isinstance(layer, str) or layer not in LETTERS:
@@ -71,14 +71,14 @@ def _letters(key: str, layers: Any) -> str:
 
 
 def _further_pattern(pattern: str) -> str:
-    """Return the letters of a depth of multi-token prediction in a model with this pattern."""
+    """Return the letters of a depth of multi-token prediction, for a model with this pattern."""
     return "*E" if "E" in pattern else "*-"
 
 
 def read(raw: dict) -> dict:
-    """Return the fields of `DecoderConfig` with defaults or a form of their own.
+    """Return fields of `DecoderConfig` that have defaults, or another form in config.json.
 
-    Raises InputError for multi-token prediction by other layers than attention, then MLP.
+    Raises InputError for multi-token prediction with layers other than attention and MLP.
     """
     if raw.get(DEPTHS):
         names = raw.get("mtp_layers_block_type")
@@ -147,8 +147,8 @@ def depth_of(key: str, layers: int) -> int | None:
 def stored_name(name: str, layers: int) -> str:
     """Return the stored name of our parameter. layers: of the model, see `Family.stored_name`.
 
-    A layer of multi-token prediction is two there, mtp.layers.0 with the attention, the projection
-    and the norms before it, and mtp.layers.1 with the MLP and the last norm.
+    A layer of multi-token prediction is stored as two: mtp.layers.0 has the attention, the projection
+    and the norms before it; mtp.layers.1 has the MLP and the last norm.
     """
     found = re.match(r"model\.layers\.(\d+)\.(post_attention_layernorm|mlp|shared_head)?", name)
     if found and int(found[1]) >= layers:
