@@ -73,9 +73,9 @@ def load_pretrained(
 ) -> Model:
     """Return the model in a folder of Hugging Face layout, on `device` (default: the CPU).
 
-    dtype: of the weights, torch's or a name such as bf16. By default the checkpoint's own, as in
-    transformers: that of config.json, or, if it has none, that of the first tensor. Raises
-    InputError for anything that is wrong with the folder.
+    dtype: of the weights, torch's or a name such as bf16. The default is the checkpoint's own, as in
+    transformers: that in config.json, otherwise that of the first tensor. Raises InputError for
+    anything that is wrong with the folder.
     """
     dtype = SHORT_NAMES.get(dtype, NAMES.get(dtype, dtype))
     if dtype not in (None, *NAMES.values()):
@@ -130,13 +130,13 @@ def save_pretrained(
 ) -> None:
     """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained(path)` loads.
 
-    It has the model's own dtype. A Wan is for `diffusers.WanTransformer3DModel`, or, with
-    `original_names`, for Wan's own code. An older checkpoint in the folder is replaced, with its
-    generation_config.json; its tokenizer too if one is given, as from minitrain.load_tokenizer;
-    other files stay. A model of family `minitrain` is for
-    `load_pretrained` alone. Raises InputError for a config that another family's architecture in
-    transformers cannot express, for a model that is sharded or has adapters, and for a folder that
-    has some.
+    It has the model's own dtype. A Wan is saved for `diffusers.WanTransformer3DModel` or, with
+    `original_names`, for Wan's own code. A model of family `minitrain` is saved for `load_pretrained`
+    only. An older checkpoint in the folder is replaced, including generation_config.json, and, if
+    `tokenizer` is given (see minitrain.load_tokenizer), its tokenizer; other files stay.
+
+    Raises InputError for a config that its family in transformers cannot express, for a model that is
+    sharded or has adapters, and for a folder that holds adapters.
     """
     tensors = model.state_dict()
     if any(map(is_adapter, tensors)):
