@@ -39,7 +39,7 @@ from pathlib import Path
 from minitrain.bench.rows import list_rows, load_row
 from minitrain.bench.tables import calibration_line, details, table
 from minitrain.errors import InputError, refused
-from minitrain.run.config.environment import world_size
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.unread import unread
 from minitrain.run.launch import cli
@@ -438,8 +438,6 @@ def rank_combinations(file: str, overrides: list[str], options: Namespace) -> No
 
 def is_first_rank() -> bool:
     """Return whether this process prints and writes for all."""
-    from minitrain.run.launch.failures import rank
-
     return rank() == 0
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 from tqdm import tqdm
 
 from minitrain.errors import InputError, refused
-from minitrain.run.config.environment import tell_torchrun
+from minitrain.run.config.environment import group_is_up, tell_torchrun
 from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -226,9 +226,3 @@ def say_once(line: str) -> None:
         watch.say_once(line)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr)
-
-
-def group_is_up() -> bool:
-    """Return whether this process is in a process group, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_initialized()

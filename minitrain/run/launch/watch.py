@@ -41,9 +41,9 @@ from minitrain.run.launch.rendezvous import default_store
 
 # probe after 10 idle seconds, then every 5 seconds, at most 3 times
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# after a failed collective, a rank waits so many seconds for the news that another rank has died
+# seconds that a rank waits after a failed collective, to hear whether another rank has died
 VERDICT = 10.0
-# after an error, rank 0, which holds the store, waits so many seconds for the others to end
+# seconds that rank 0, which holds the store, waits after an error for the others to end
 FAREWELL = 5.0
 
 FIRST_SIGINT = b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n"
