@@ -1,5 +1,6 @@
 """Continue texts and answer chats in the terminal: what python -m minitrain.generate does."""
 
+import re
 import sys
 from argparse import Namespace
 from contextlib import suppress
@@ -31,6 +32,8 @@ from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.run.launch import cli
 from minitrain.run.launch.start import pick_device
+
+SLASHES = "/clear begins anew, /system TEXT too, with that as its system prompt, /exit ends"
 
 
 def generate_text(options: Namespace) -> None:
@@ -159,10 +162,24 @@ def converse(
 
     Where that is more than the model has positions for, the conversation begins anew, as is told.
     """
+    if sys.stdin.isatty():
+        print(SLASHES, file=sys.stderr)
     said = before
     with suppress(EOFError):
         while True:
-            question = Message("user", input("> "))
+            line = input("> ")
+            order, _, text = line.partition(" ")
+            if order in ("/exit", "/quit"):
+                return
+            if order == "/system":
+                before = [Message("system", text)] if text.strip() else []
+            if order in ("/system", "/clear"):
+                said = before
+                continue
+            if re.fullmatch(r"/\w+", order):
+                print(f"note: {order} is no order ({SLASHES})", file=sys.stderr)
+                continue
+            question = Message("user", line)
             for chat in ([*said, question], [*before, question]):
                 try:
                     prompt = encode(chat, template, sampler.tokenizer)

@@ -6,8 +6,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -17,20 +17,64 @@ from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import group_is_up, tell_torchrun
 from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+# in the messages of commands that take options and files where training takes settings: the words
+# of training, and theirs
+IN_OPTIONS = {
+    "data.path: no file matches": "no file matches",
+    "data.path=DIR": "give DIR",
+    "data.kind=": "--kind ",
+    "data.field": "--field",
+    " (data.exclude leaves files out)": "",
+}
+OF_COMMAND = {
+    "evaluate": {
+        "chats need task=sft or lora, pairs task=dpo": "chats need --chat",
+        ", for task=pretrain": " (leave --chat out)",
+        ", for task=dpo": ", and evaluate has no use for pairs",
+    },
+    "tokenize": {
+        "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
+    },
+}
+
 # of a command-line option: (type or list of choices, default or ... if it is required, help)
 Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """argparse's formatter that keeps the docstring's lines and shows defaults."""
+    """argparse's formatter that keeps the docstring's lines and shows defaults, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        has_none = action.default is None or action.default is False or action.default == []
+        return action.help if has_none else super()._get_help_string(action)
+
+
+class Once(argparse.Action):
+    """Store an option's value; a second one would be lost, or the first."""
+
+    given = False
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self.given and option_string:
+            parser.error(f"{option_string} is given twice")
+        self.given = True
+        setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser with `--debug`, whose errors are InputErrors."""
+    """An argparse parser with `--debug`, whose errors are InputErrors.
 
-    def __init__(self, options: dict[str, Option] | None = None, **kwargs):
+
+    settings: the command has some, which --key=value sets as the word key=value does.
+    """
+
+    def __init__(
+        self, options: dict[str, Option] | None = None, settings: bool = False, **kwargs
+    ):
         super().__init__(formatter_class=Formatter, **kwargs)
+        self.settings = settings
+        self.register("action", None, Once)
+        self.register("action", "store", Once)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
         for name, (kind, default, text) in (options or {}).items():
             way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
@@ -41,6 +85,11 @@ class Parser(argparse.ArgumentParser):
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Parse words and options in any order; argparse by itself needs all words together."""
+        if self.settings:
+            # describes all settings
+            from minitrain.run.config.flags import take_flags
+
+            args = take_flags(args, self._option_string_actions)
         return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -66,18 +115,22 @@ def positive(
     return parse
 
 
+@contextmanager
+def in_options(command: str) -> Iterator[None]:
+    """Say an InputError in the words of a command, if it is one of those above."""
+    try:
+        yield
+    except InputError as error:
+        if command not in OF_COMMAND:
+            raise
+        told = str(error)
+        for words, own in (IN_OPTIONS | OF_COMMAND[command]).items():
+            told = told.replace(words, own)
+        raise InputError(told) from error
+
+
 # an argparse type that expands ~, because shells do not expand it in words such as --out=~/new
 home_path = os.path.expanduser
-
-
-def config_path(text: str) -> str:
-    """Return a config's path (an argparse type): a file, or one of the package's own configs.
-
-    The latter may be given as configs/a/b.yaml or as a/b; existing files take precedence.
-    """
-    own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
-    path = home_path(text)
-    return str(own) if os.path.isfile(own) and not os.path.isfile(path) else path
 
 
 def check_writable(option: str, file: str | None) -> None:
