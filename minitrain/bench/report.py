@@ -50,7 +50,7 @@ MODES = {
     "simulated": "our code in the published layout, with our kernels, predicted on fake tensors",
     "fastest": "our code in a faster layout of as many GPUs and as much memory (`--ours`)",
     "recipe": "the published run, predicted with its own kernels and costs (`reference.recipe`): "
-    "what the accuracy is of",
+    "this prediction's errors are the accuracy",
     "measured": "the whole row, run",
     "extrapolated": "from proxies with fewer layers on one rank, without communication",
 }

@@ -39,10 +39,11 @@ from pathlib import Path
 from minitrain.bench.rows import list_rows, load_row
 from minitrain.bench.tables import calibration_line, details, table
 from minitrain.errors import InputError, refused
-from minitrain.run.config.environment import world_size
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.recipes import CONFIGS, config_path, own_folder, split_words
 from minitrain.run.launch import cli
+from minitrain.run.launch.interrupts import stop
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 
@@ -161,7 +162,7 @@ def main(arguments: list[str]) -> None:
 def bench(options: Namespace) -> None:
     """Run what the options ask for. Raises InputError, at the end if other files could be run."""
     # what is done is shown at the end
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, stop)
     # both before torch is there
     if options.simulate:
         tracers.start_server()
@@ -438,8 +439,6 @@ def rank_combinations(file: str, overrides: list[str], options: Namespace) -> No
 
 def is_first_rank() -> bool:
     """Return whether this process prints and writes for all."""
-    from minitrain.run.launch.failures import rank
-
     return rank() == 0
 
 

@@ -4,6 +4,7 @@
     step       runs what the scheduler chooses: chunks of prompts, or some decoding steps of all
                running samples
     generate   submits everything and steps until all is done
+    resume     continues a sample that has stopped, behind tokens that it is given
 
 A decoding step goes scheduler -> prepare -> model -> sample -> scheduler: `schedule` (scheduler.py),
 `prepare`, `decode` and `sample` (batch.py), `_end` here, `decoded` (scheduler.py). It is one
@@ -176,11 +177,18 @@ class Sampler(Texts):
 
     @torch.inference_mode(False)
     def submit(
-        self, prompt: Prompt, params: SamplingParams = DEFAULTS, number: int = 0, **settings
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULTS,
+        number: int = 0,
+        first: int = 0,
+        keep: bool = False,
+        **settings,
     ) -> list[Sample]:
         """Queue a prompt; return its n samples, to which `step` adds tokens.
 
-        number: of the request. With params.seed it decides the random numbers.
+        number: of the request; first: of its first sample. With params.seed they decide the random
+        numbers. keep: samples that stop keep their caches until they are resumed, or cancelled.
         """
         if not isinstance(params, SamplingParams):
             raise InputError(f"params={params!r:.60} must be SamplingParams")
@@ -190,7 +198,40 @@ class Sampler(Texts):
             if not params.ignore_eos:
                 params = with_settings(params, {"stop_tokens": (*params.stop_tokens, *ends)})
         prompt = self.tokens_of(prompt)
-        limit = self.longest
+        self._check_prompt(prompt, self.longest)
+        if params.stop and self.tokenizer is None:
+            raise InputError(
+                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
+            )
+        total = min(len(prompt) + params.max_tokens, self.longest)
+        # seeds of the samples' random numbers
+        keys = (sample_key(params.seed, number, first + i) for i in range(params.n))
+        samples = [Sample(prompt, params, key, total, keeps=keep) for key in keys]
+        self._ready().submit(samples)
+        return samples
+
+    @torch.inference_mode(False)
+    def resume(self, sample: Sample, tokens: Sequence[int]) -> Sample:
+        """Queue what follows `tokens`, which are given, behind a sample that has stopped.
+
+        Returns the sample of that. All the text before it is its prompt, with the same random numbers
+        and the same limit. A sample that keeps its caches need not be computed again, unless memory
+        was short in between. Raises InputError for tokens that leave no room, and for a sample that
+        has not stopped.
+        """
+        if sample.finish_reason != "stop":
+            raise InputError(
+                f"only a sample that has stopped can be resumed: this one's end is {sample.finish_reason!r}"
+            )
+        prompt = sample.tokens + self.tokens_of(tokens)
+        self._check_prompt(prompt, sample.limit)
+        next_one = Sample(prompt, sample.params, sample.key, sample.limit, sample.arrival)
+        next_one.keeps = sample.keeps
+        self._ready().resume(sample, next_one)
+        return next_one
+
+    def _check_prompt(self, prompt: list[int], limit: int) -> None:
+        """Raise InputError for tokens that the model does not know, or `limit` or more of them."""
         vocabulary = self.config.vocab_size
         if not 1 <= len(prompt) < limit:
             raise InputError(
@@ -201,21 +242,15 @@ class Sampler(Texts):
             raise InputError(
                 f"a prompt holds the token {wrong}: use 0 to {vocabulary - 1}, the model knows no others"
             )
-        if params.stop and self.tokenizer is None:
-            raise InputError(
-                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
-            )
+
+    def _ready(self) -> Scheduler:
+        """Return the scheduler; allocate it, and the caches, where there are none."""
         # new caches are free of it
-        if self.has_nan and not self.busy:
+        if self.has_nan and self.idle:
             self.free()
         if self.scheduler is None:
             self._allocate()
-        total = min(len(prompt) + params.max_tokens, limit)
-        # seeds of the samples' random numbers
-        keys = (sample_key(params.seed, number, i) for i in range(params.n))
-        samples = [Sample(prompt, params, key, total) for key in keys]
-        self.scheduler.submit(samples)
-        return samples
+        return self.scheduler
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -244,13 +279,18 @@ class Sampler(Texts):
         """End samples between two steps; they keep what they have produced."""
         # after `free` all have ended
         if self.scheduler is not None:
-            # those that have not are looked for in the queue
-            for sample in (each for each in samples if each.finish_reason is None):
-                self.scheduler.cancel(sample)
+            for sample in samples:
+                # others are looked for in the queue
+                if sample.finish_reason is None or sample.keeps:
+                    self.scheduler.cancel(sample)
 
     @property
     def busy(self) -> bool:
         return self.scheduler is not None and self.scheduler.busy
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler is None or self.scheduler.idle
 
     def refresh(self) -> None:
         """Drop all that was computed with earlier weights. Needs an idle sampler."""
@@ -286,7 +326,7 @@ class Sampler(Texts):
         # streams that somebody holds, and does not read at this moment
         self.cancel(*self.followed)
         self.followed.clear()
-        if self.busy:
+        if not self.idle:
             raise RuntimeError(
                 "the sampler has unfinished requests: step until it is not busy, or cancel them"
             )

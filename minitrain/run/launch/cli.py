@@ -6,13 +6,16 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from tqdm import tqdm
+
 from minitrain.errors import InputError, refused
-from minitrain.run.config.environment import tell_torchrun
+from minitrain.run.config.environment import group_is_up, tell_torchrun
+from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
 # in the messages of commands that take options and files where training takes settings: the words
 # of training, and theirs
@@ -133,15 +136,22 @@ home_path = os.path.expanduser
 
 def check_writable(option: str, file: str | None) -> None:
     """Raise InputError if an option's file cannot be written, before minutes are spent to fill it."""
-    if file is None:
-        return
-    path = Path(file)
+    path = Path(file or "")
     is_new = not path.exists()
+    # the reader of a pipe would take this for its end
+    if file is None or path.is_fifo():
+        return
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
             # another rank may have removed it already
             path.unlink(missing_ok=True)
+
+
+def bar(items: Iterable | None, total: int, unit: str, done: int = 0) -> tqdm:
+    """Return a progress bar over items, of which `done` were there before; rarely told to a file."""
+    often = 0.1 if sys.stderr.isatty() else 10
+    return tqdm(items, total=total, unit=unit, initial=done, mininterval=often)
 
 
 def use_huge_pages() -> None:
@@ -155,20 +165,26 @@ def use_huge_pages() -> None:
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a command line's `main(arguments)` and exit.
 
-    Exit codes: 0; 2 after an InputError or an OSError, which are printed as one line; 130 after
-    Ctrl-C; 1 after other errors. If another rank has died, that is reported, not the error that it
-    caused here.
+    Exit codes: 0; 2 after an InputError or an OSError, which are printed as one line; 128 and its
+    number after a signal, 130 after Ctrl-C; 1 after other errors. If another rank has died, that is
+    reported, not the error that it caused here.
     """
     sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
     arguments = sys.argv[1:]
     code = 0
+    ended = False
     try:
-        main(arguments)
+        with stopped_by_signals():
+            main(arguments)
         sys.stdout.flush()
         if group_is_up():
             from minitrain.parallel.agreement import wait_for_all
 
             wait_for_all()
+    except Stopped as stopped:
+        ended = True
+        code = stopped.code
+        say_once(str(stopped))
     except KeyboardInterrupt:
         code = 130
         say_once("interrupted")
@@ -193,11 +209,12 @@ def run(main: Callable[[list[str]], None]) -> None:
 
         # after an error this also ends the other ranks
         watch.leave(code)
+    if ended or group_is_up():
         sys.stdout.flush()
         sys.stderr.flush()
         # Python's own teardown sometimes aborts after FSDP has run on gloo, which would make a
-        # success a crash. The group is not destroyed, because NCCL would wait forever for a sampler's
-        # CUDA graphs, which hold NCCL kernels
+        # success a crash; after a signal it would wait for the compiler. The group is not destroyed,
+        # because NCCL would wait forever for a sampler's CUDA graphs, which hold NCCL kernels
         os._exit(code)
     sys.exit(code)
 
@@ -263,9 +280,3 @@ def say_once(line: str) -> None:
         watch.say_once(line)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr)
-
-
-def group_is_up() -> bool:
-    """Return whether this process is in a process group, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_initialized()

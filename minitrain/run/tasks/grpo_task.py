@@ -123,7 +123,7 @@ class GrpoTask:
     def steps(
         self, first: int, stays: Callable[[int], bool] = lambda step: True
     ) -> Iterator[dict[str, Any]]:
-        # the host reads what was sampled: it waits for the device in every step anyway
+        # `stays` is not needed: the host reads the samples, so it waits for the device in every step
         coming = self.kept(first) if self.config.grpo.lag and first else None
         return self.loop.steps(first, coming)
 

@@ -52,7 +52,8 @@ class Task(Protocol):
     ) -> Iterator[dict[str, Any]]:
         """Run the steps from `first` on, and yield the numbers of each.
 
-        Where stays(step) is False, those of the step 1, 2, ... may come while the next one runs.
+        stays(step): returns whether the weights must stay as they are after step 1, 2, ... until its
+        numbers have been handled. If not, they may be yielded while the next step runs.
         """
 
     def origin(self, step: int) -> str:
@@ -107,9 +108,11 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
     seconds = 60 * config.checkpoint.minutes
     saved_at = time.monotonic()
     with until_signal() as stopping:
-        # asked when a step is launched, and when its numbers come, perhaps after the next launch
+        # called twice for a step: when it is launched, and when its numbers come, perhaps after the
+        # next launch. Both calls must return the same
         @lru_cache(maxsize=2)
         def stops_and_saves(step: int) -> tuple[str, bool]:
+            """Return the signal that stops the run after a step, or "", and whether the step is saved."""
             stop = stopping()
             due = is_due(step, config.checkpoint.every, config.steps)
             late = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
@@ -166,6 +169,6 @@ def profiled_steps(task: Task, stays: Callable[[int], bool]) -> Iterator[dict[st
     from minitrain.run.monitor.profiling import recorded_steps
 
     first, last = settings.steps or (0, 0)
-    # what is recorded is the work of these steps alone
+    # no other step may run while these steps are recorded
     steps = task.steps(task.first, lambda step: stays(step) or first - 1 <= step <= last)
     return recorded_steps(steps, settings, task.folder, task.first)

@@ -16,11 +16,11 @@ from minitrain.run.checkpoint.checkpointer import saved_despite_errors
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.checkpoint.fingerprint import check_continuation
 from minitrain.run.config.config_yaml import to_yaml
-from minitrain.run.config.environment import world_size
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import to_dict
 from minitrain.run.config.unread import unread
-from minitrain.run.launch.failures import rank, record_flights, recorded
+from minitrain.run.launch.failures import record_flights, recorded
 from minitrain.run.launch.lock import locked
 from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.metrics import MetricsLog
