@@ -1,8 +1,10 @@
 """What surrounds the steps of a GRPO run (grpo/policy_loop.py): checkpoints, files, export."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from minitrain.data.chat.chat_templates import choose_template
+from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.datasets import with_steps
 from minitrain.errors import InputError
+from minitrain.grpo.environments import load_environment
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
 from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
@@ -45,7 +50,9 @@ class GrpoTask:
 
     def __init__(self, config: Config, folder: Path | None):
         self.reward = load_reward(config.grpo.reward)
+        make = config.grpo.environment and load_environment(config.grpo.environment)
         self.problems, held_out, tokenizer, ends = open_problems(config)
+        template = choose_template(config.data.template, tokenizer)
         grpo = config.grpo
         config = with_steps(config, len(self.problems), grpo.prompts)
         # sampler and trainer would disagree on a router that changes for reasons of its own
@@ -73,6 +80,7 @@ class GrpoTask:
             self.reward,
             fill_weights,
             self.record,
+            (make, partial(ChatDialog, template, tokenizer)) if make else None,
         )
         self.policy = self.loop.policy
 
@@ -131,7 +139,7 @@ class GrpoTask:
                 f"{dist.get_world_size()} (use as many, or another out_dir)"
             )
         state = states[dist.get_rank()]
-        call(name, "in load_state_dict()", self.reward.load_state_dict, state)
+        call(f"grpo.reward={name}", "in load_state_dict()", self.reward.load_state_dict, state)
 
     def save(self, numbers: dict[str, Any]) -> None:
         """Write a checkpoint of a step. numbers: what `steps` gave for it."""
@@ -184,6 +192,12 @@ class GrpoTask:
 
     def record(self, groups: list[Group], step: int) -> None:
         """Write the responses of `step`, and remove those that are not kept."""
+        failures = [response.failure for response in chain(*groups) if response.failure]
+        if failures and dist.get_rank() == 0:
+            told = (
+                f"step {step + 1}: {len(failures)} environments failed, the first: {failures[0]}"
+            )
+            print(told, file=sys.stderr, flush=True)
         if self.folder is not None:
             write_rollouts(self.rollouts(step), groups, self.everyone)
             self.remove_old_rollouts(step)
@@ -213,7 +227,10 @@ def divide_ranks(config: Config, training: range, device_type: str) -> Ranks:
     shape = world // config.rollout.tp, config.rollout.tp
     tp = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "tp"))["tp"]
     set_timeout(config.timeout_s, tp.get_all_groups())
-    return Ranks(training, sampling, samplers, everyone, tp)
+    sampler = None
+    if config.grpo.environment and config.rollout.tp > 1:
+        sampler, _ = dist.new_subgroups(config.rollout.tp, timeout=timeout, backend="gloo")
+    return Ranks(training, sampling, samplers, everyone, tp, sampler)
 
 
 def fits(groups: list[Group], config: Config) -> bool:
