@@ -35,6 +35,7 @@ PROBLEMS = Reader(
 )
 VALIDATION = Reader("validation.every", lambda c: c.validation.every)
 CORRECTION = Reader("grpo.importance", lambda c: c.grpo.importance != "none")
+ENVIRONMENT = Reader("grpo.environment", lambda c: c.grpo.environment)
 NORMAL = Reader(
     "diffusion.sampling=logit_normal or mixed",
     lambda c: c.diffusion.sampling in ("logit_normal", "mixed"),
@@ -86,6 +87,11 @@ READERS: dict[str, Reader] = {
     "diffusion.uniform_share": Reader(
         "diffusion.sampling=mixed", lambda c: c.diffusion.sampling == "mixed"
     ),
+    "grpo.reward": Reader("no grpo.environment", lambda c: not c.grpo.environment),
+    "grpo.turns": ENVIRONMENT,
+    "grpo.environment_seconds": ENVIRONMENT,
+    "grpo.environment_failure": ENVIRONMENT,
+    "grpo.environment_wait": ENVIRONMENT,
     "grpo.prompt_key": PROBLEMS,
     "grpo.answer_key": PROBLEMS,
     "grpo.mock_digits": Reader("data.kind=mock", lambda c: c.data.kind == "mock"),
