@@ -338,7 +338,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         kinds = ("full_attention", "sliding_attention")
         layers = range(config.num_layers)
         optional["layer_types"] = [kinds[config.windowed(layer)] for layer in layers]
-    if family.depth_of and config.num_nextn_predict_layers:
+    if family.depth_of:
         optional[DEPTHS] = config.num_nextn_predict_layers
     # null would mean family.rope
     no_scaling = dict(rope_type="default") if family.rope else None
