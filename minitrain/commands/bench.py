@@ -41,6 +41,7 @@ from minitrain.bench.tables import calibration_line, details, table
 from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import world_size
 from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.unread import unread
 from minitrain.run.launch import cli
 from minitrain.settings import Config
 from minitrain.simulator import tracers
@@ -175,6 +176,7 @@ def bench(options: Namespace) -> None:
     alone = options.calibrate and not options.config
     cases = [] if alone else make_cases(files, overrides, options)
     check_options(cases, options)
+    show_unread(cases, options)
     if not options.dry_run:
         cli.check_writable("json", options.json)
     if options.simulate:
@@ -274,6 +276,15 @@ def check_options(cases: list[Case], options: Namespace) -> None:
         from minitrain.bench.versus import check_installed
 
         check_installed(options.versus)
+
+
+def show_unread(cases: list[Case], options: Namespace) -> None:
+    """Print a note for each setting that no case reads, once for all cases that give it."""
+    also_read = ("rollout", "grpo") if options.generate else ()
+    notes = [note for case in cases for note in unread(case.config, also_read)]
+    if is_first_rank():
+        for note in dict.fromkeys(notes):
+            print(note, file=sys.stderr, flush=True)
 
 
 # --- running

@@ -60,17 +60,26 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, local_shard
 
+# types of weights, as torch and config.json name them, and as settings do
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 Model = Decoder | Wan
 Named = Iterable[tuple[str, Tensor]]
 
 
-def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=None) -> Model:
+def load_pretrained(
+    path: str | Path, dtype: torch.dtype | str | None = None, device=None
+) -> Model:
     """Return the model in a folder of Hugging Face layout, on `device` (default: the CPU).
 
-    dtype: of the weights. By default the checkpoint's own, as in transformers: that of config.json,
-    or, if it has none, that of the first tensor. Raises InputError for anything that is wrong with
-    the folder.
+    dtype: of the weights, torch's or a name such as bf16. By default the checkpoint's own, as in
+    transformers: that of config.json, or, if it has none, that of the first tensor. Raises
+    InputError for anything that is wrong with the folder.
     """
+    dtype = SHORT_NAMES.get(dtype, NAMES.get(dtype, dtype))
+    if dtype not in (None, *NAMES.values()):
+        raise InputError(f"dtype={dtype!r} is not one of {', '.join([*SHORT_NAMES, *NAMES])}")
     config = read_config(path)
     weights = find_weights(config, path)
     dtype = dtype or _stored_dtype(Path(path), weights)
@@ -113,13 +122,18 @@ def read_config(path: str | Path) -> Config:
 
 
 def save_pretrained(
-    model: Model, path: str | Path, max_shard_bytes: int = 5 * 10**9, original_names: bool = False
+    model: Model,
+    path: str | Path,
+    tokenizer=None,
+    max_shard_bytes: int = 5 * 10**9,
+    original_names: bool = False,
 ) -> None:
     """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained(path)` loads.
 
     It has the model's own dtype. A Wan is for `diffusers.WanTransformer3DModel`, or, with
     `original_names`, for Wan's own code. An older checkpoint in the folder is replaced, with its
-    generation_config.json; other files (a tokenizer's) stay. A model of family `minitrain` is for
+    generation_config.json; its tokenizer too if one is given, as from minitrain.load_tokenizer;
+    other files stay. A model of family `minitrain` is for
     `load_pretrained` alone. Raises InputError for a config that another family's architecture in
     transformers cannot express, for a model that is sharded or has adapters, and for a folder that
     has some.
@@ -137,8 +151,14 @@ def save_pretrained(
         raise InputError("original_names=True is for Wan models: others have one spelling")
     if isinstance(model, Decoder) and model.config.family != OWN:
         check_exportable(model.config)
+    if tokenizer is not None and not hasattr(tokenizer, "encode_prompt"):
+        raise InputError(
+            f"tokenizer={tokenizer!r:.60} is none of ours (give minitrain.load_tokenizer(FOLDER))"
+        )
     dtype = next(model.parameters()).dtype
     save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names)
+    if tokenizer is not None:
+        tokenizer.save(path)
 
 
 # --- weights, in
@@ -265,12 +285,11 @@ def _stored_dtype(path: Path, weights: Weights) -> torch.dtype:
     if name is None:
         embedding = next(iter(weights.sources.values()))[0]
         return DTYPES.get(weights.stored[next(iter(embedding.needs))].dtype, torch.float32)
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str) or name not in NAMES:
         raise InputError(
-            f"{path / 'config.json'}: dtype {name!r} is not supported (known: {', '.join(known)})"
+            f"{path / 'config.json'}: dtype {name!r} is not supported (known: {', '.join(NAMES)})"
         )
-    return known[name]
+    return NAMES[name]
 
 
 # --- out

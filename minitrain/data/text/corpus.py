@@ -2,8 +2,8 @@
 
 A text becomes tokens once. With data.cache they go to a file there, from which rows are read: then
 neither texts nor tokens need to fit in memory, only 40 bytes per document. One process writes, the
-others on its machines wait for it. The file is found again by the settings that make it, and by
-size and time of the data's and the tokenizer's files.
+others on its machines wait for it. The file is found again by the settings that make it, by size
+and time of the data's and the tokenizer's files, and by the code that reads them.
 """
 
 import fcntl
@@ -12,6 +12,7 @@ import io
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -143,7 +144,7 @@ def keep_tokens(
 
     made_of: what tells the file from others. skips: gets those of the time when it was written.
     """
-    name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]
+    name = hashlib.sha256(repr((readers_digest(), made_of)).encode()).hexdigest()[:32]
     file = Path(folder, f"{name}.tokens")
     index = file.with_suffix(".npz")
     with refused(f"data.cache={folder} cannot be used"):
@@ -158,6 +159,15 @@ def keep_tokens(
                 np.savez(written, lengths=lengths, sizes=sizes, skipped=skipped)
                 written.rename(index)
         return _read_kept(file, index, token_dtype(tokenizer), skips)
+
+
+@cache
+def readers_digest() -> str:
+    """Return a digest of minitrain/data: another version may make other tokens of the same files."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _read_kept(file: Path, index: Path, dtype: np.dtype, skips: Skips) -> Corpus:

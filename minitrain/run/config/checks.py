@@ -296,6 +296,11 @@ def _language_faults(c: Config) -> Faults:
     check_family(model)
     kind = c.data.kind
     yield (
+        c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
+        f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "
+        f"(use aggregation=token, or mtp_weight=0)",
+    )
+    yield (
         c.batch.seq_len > model.max_position_embeddings,
         f"batch.seq_len={c.batch.seq_len} exceeds the model's "
         f"max_position_embeddings={model.max_position_embeddings}",
@@ -399,11 +404,6 @@ def _grpo_faults(c: Config) -> Faults:
         c.parallel.cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"),
         f"parallel.cp={c.parallel.cp}: no rank sees whole sequences, as ratio=sequence and importance=sequence-mask "
         f"need (use cp=1)",
-    )
-    yield (
-        g.aggregation != "token" and trains_further(c),
-        f"grpo.aggregation={g.aggregation}: multi-token prediction is trained along with the mean over tokens alone "
-        f"(use aggregation=token, or mtp_weight=0)",
     )
     yield from sampler_faults(c)
     yield (
