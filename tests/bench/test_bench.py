@@ -25,7 +25,7 @@ from minitrain.bench.measure_sampling import (
     sampling_figures,
 )
 from minitrain.bench.rows import CONVENTIONS, load_row, row_name
-from minitrain.bench.tables import beside, details, in_width, markdown, sized, table
+from minitrain.bench.tables import comparison, details, in_width, markdown, sized, table
 from minitrain.commands import bench as commands
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
@@ -305,9 +305,9 @@ def test_another_library_is_told_in_words():
         "versus_ratio": 1.5678,
         "versus_ratio_range": [1.5, 1.625],
     }
-    assert beside(found) == "row: 1.57 times as fast as transformers (1.50 to 1.62)"
+    assert comparison(found) == "row: 1.57 times as fast as transformers (1.50 to 1.62)"
     whole = found | {"versus": "full", "versus_memory_gib": [0.5, 2.0]}
-    assert beside(whole).endswith(
+    assert comparison(whole).endswith(
         "training the whole model (1.50 to 1.62), in 0.500 GiB where that takes 2.000"
     )
 
