@@ -77,7 +77,7 @@ BUDGETS = {
     "training": 15_250,
     "rollout": 18_950,
     "grpo": 12_500,
-    "formats": 16_850,
+    "formats": 16_950,
     "data": 6_300,
     "data/text": 6_250,
     "data/chat": 10_050,
