@@ -12,7 +12,7 @@ from minitrain.bench.tables import column, markdown, need
 from minitrain.errors import InputError
 from minitrain.run.config.config_yaml import check_known, convert, read_tree
 from minitrain.run.config.load import load
-from minitrain.run.launch.cli import CONFIGS
+from minitrain.run.config.recipes import CONFIGS
 from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")

@@ -20,6 +20,7 @@ from minitrain.data.text.text_rows import open_data
 from minitrain.data.toys import load_from
 from minitrain.errors import InputError
 from minitrain.settings import Config
+from minitrain.training.packing import ENDLESS
 
 BLOCK = 10_000
 # task -> function that opens its data; only this task imports it. Other tasks use `open_data`
@@ -66,6 +67,9 @@ def with_steps(config: Config, rows: int, per_step: int) -> Config:
     """Return the config with its epochs converted to steps. rows: per epoch; per_step: rows per step."""
     if not config.epochs:
         return config
+    if rows >= ENDLESS:
+        told = f"epochs={config.epochs:g} needs data that ends, and data.kind={config.data.kind}"
+        raise InputError(f"{told} has no end here (use steps)")
     # the decimal number as written: 1.1 as a float is a little more, which could add a step
     epochs = Fraction(str(config.epochs))
     return replace(config, steps=math.ceil(epochs * rows / per_step), epochs=0.0)

@@ -110,6 +110,8 @@ def _what_is_there(pattern: str, kind: str) -> str:
     folder = os.path.expanduser(pattern)
     if not os.path.isdir(folder):
         hub = hub_hint(pattern, "data.path=", " --repo-type dataset")
+        if pattern == "-":
+            return " (/dev/stdin is the standard input)"
         return f" (a list is written data.path='[{pattern}]')" if "," in pattern else hub
     suffixes = Counter(os.path.splitext(file)[1] for file in _files_below(folder))
     if not suffixes:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from minitrain.data.wrong_text import encoding_of, in_utf8, not_json
 from minitrain.errors import InputError, located, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_json, read_head, stand_in_kind
 
@@ -99,6 +100,11 @@ def read_texts(
             yield text
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, as 1 row or 1,200 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def lines_of(file: Path) -> list[str]:
     """Return the lines of a text file that are not blank. Raises InputError if there are none."""
     text = "".join(read_texts([file], Skips()))
@@ -137,12 +143,19 @@ def decode(raw: bytes, file: Path, place: int = 0) -> str:
     look = kind_of_binary if b"\0" in raw[:4096] else stand_in_kind
     if what := look(file, raw):
         raise InputError(f"{file} is {what}")
+    # UTF-16 without its mark is UTF-8 with zeros
+    if not place and b"\0" in raw[:4096] and encoding_of(raw):
+        raise InputError(f"{file} is not UTF-8{in_utf8(raw)}")
     try:
         # drop a byte order mark
         return raw.decode("utf-8" if place else "utf-8-sig")
     except UnicodeDecodeError as error:
         what = kind_of_binary(file, raw)
-        told = f"{what}, no text" if what else f"not UTF-8 at byte {place + error.start}"
+        told = (
+            f"{what}, no text"
+            if what
+            else f"not UTF-8 at byte {place + error.start}{in_utf8(raw)}"
+        )
         raise InputError(f"{file} is {told} (data.exclude leaves files out)") from error
 
 
@@ -223,6 +236,8 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
             head = lines.peek(4096)[:4096]
             if what := kind_of_json(file, head):
                 raise InputError(f"{file} is {what}")
+            if b"\0" in head and encoding_of(head):
+                raise InputError(f"{file} is not UTF-8{in_utf8(head)}")
             if ARRAY.match(head):
                 raw = lines.read()
                 if not ADJOINING.search(raw):
@@ -310,8 +325,11 @@ def _parse_json(raw: bytes) -> Any:
         return json.loads(
             text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Number
         )
+    except UnicodeDecodeError as error:
+        raise InputError(f"not valid JSON: {error}{in_utf8(raw)}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"not valid JSON: {error}") from error
+        hint = not_json(text) if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(f"not valid JSON: {error}{hint}") from error
 
 
 def _refuse_constant(word: str) -> None:
@@ -325,6 +343,18 @@ def _object(pairs: list) -> dict:
             raise ValueError(f"key {key!r} is given twice")
         tree[key] = value
     return tree
+
+
+def other_task(record: dict, *tasks: str) -> str:
+    """Return which of `tasks` a line is for, by its keys, with the reason; empty if for none."""
+    has_pair = record.get("chosen") is not None and record.get("rejected") is not None
+    chats = [key for key in ("messages", "conversations") if record.get(key)]
+    found = {
+        "dpo": "'chosen' and 'rejected' are a pair of replies" if has_pair else "",
+        "sft": f"{chats[0]!r} is a chat" if chats else "",
+        "pretrain": "'text' is a document" if isinstance(record.get("text"), str) else "",
+    }
+    return next((f"{found[task]}, for task={task}" for task in tasks if found[task]), "")
 
 
 def text_of(record: dict, key: str, hint: str = "") -> str:

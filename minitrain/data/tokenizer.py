@@ -24,6 +24,7 @@ from minitrain.data.byte_tokenizer import (
 )
 from minitrain.errors import InputError, hub_hint, refused
 from minitrain.formats.json_files import read_json
+from minitrain.formats.magic import kind_of_checkpoint
 
 # the number of characters before a text on which its first token can depend
 LONGEST_TOKEN = 64
@@ -246,8 +247,9 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
     if file.is_dir():
         file = file / "tokenizer.json"
         if not file.is_file():
-            hint = "save_pretrained of transformers' AutoTokenizer writes one"
-            raise InputError(f"{name_or_path} holds no tokenizer.json ({hint})")
+            hint = " (save_pretrained of transformers' AutoTokenizer writes one)"
+            hint = kind_of_checkpoint(file.parent) or hint
+            raise InputError(f"{name_or_path} holds no tokenizer.json{hint}")
     if not file.is_file():
         hint = hub_hint(str(name_or_path), "give ")
         raise InputError(

@@ -111,18 +111,41 @@ def kind_of_folder(folder: Path) -> str:
         ADAPTER_CONFIG: "an adapter (give it as --adapter, or as lora.path, and its base model as the model)",
         "config.json": "a model (give it as the model, and the adapter's folder as the adapter)",
         "snapshots": "a folder of the hub's cache (give the folder below its snapshots/)",
-        "metrics.jsonl": "a run that has not ended (its own command continues it, and writes the model at the end)",
+        "metrics.jsonl": "a run that has not ended (its own command continues it, and writes the model at the end; "
+        f"minitrain export --run {folder} --out FOLDER writes its newest checkpoint)",
         ".metadata": "a distributed checkpoint of torch (save it as safetensors)",
     }
+    if checkpoint := kind_of_checkpoint(folder):
+        return checkpoint
     found = next((what for name, what in known.items() if name in names), "")
     suffixes = {Path(name).suffix: name for name in names}
-    if not found and (unfinished := suffixes.keys() & set(UNFINISHED)):
-        found = f"{suffixes[unfinished.pop()]}, an unfinished download (the same download again finishes it)"
+    if not found and (unfinished := kind_of_unfinished(folder)):
+        return unfinished
     if not found and (
         others := suffixes.keys() & {".gguf", ".pt", ".pth", ".bin", ".ckpt", ".nemo"}
     ):
         found = f"{suffixes[others.pop()]}, which is not read (save it as safetensors with a config, as on the hub)"
     return f"; it is {found}" if found else ""
+
+
+def kind_of_unfinished(folder: Path) -> str:
+    """Return which download of a folder has not ended, as the end of a sentence, or ""."""
+    names = [file.name for file in folder.glob("*") if file.suffix in UNFINISHED]
+    told = "an unfinished download (the same download again finishes it)"
+    return f"; it is {min(names)}, {told}" if names else ""
+
+
+def kind_of_checkpoint(folder: Path) -> str:
+    """Return what makes a model of a run's checkpoint, or of all it has; "" if a folder is none."""
+    step = re.compile(r"step-(\d+)")
+    names = [file.name for file in folder.glob("*")]
+    run, option = folder.parent, ""
+    if ".metadata" in names and (found := step.fullmatch(folder.name)):
+        run, option = run.parent, f" --step {int(found[1])}"
+    elif not any(map(step.fullmatch, names)):
+        return ""
+    command = f"minitrain export --run {run}{option} --out FOLDER"
+    return f"; it is a checkpoint of a run ({command} writes it as a model)"
 
 
 def library_of(settings: dict) -> str:

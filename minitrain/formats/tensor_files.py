@@ -19,7 +19,7 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.formats import wan_names
 from minitrain.formats.json_files import read_json
-from minitrain.formats.magic import kind_of_binary, read_head
+from minitrain.formats.magic import kind_of_binary, kind_of_unfinished, read_head
 
 DTYPES = {
     "F64": torch.float64,
@@ -130,7 +130,7 @@ def weight_files(path: str | Path) -> list[Path]:
     known = " or ".join(single_and_index(stem)[0] for stem in STEMS)
     others = sorted(file.name for file in path.glob("*.*") if file.suffix in OTHER_WEIGHTS)
     hint = "(save it again with save_pretrained of transformers or diffusers)"
-    hint = f": {others[0]} is not read {hint}" if others else ""
+    hint = f": {others[0]} is not read {hint}" if others else kind_of_unfinished(path)
     raise InputError(f"{path} holds no {known}, nor an index of shards{hint}")
 
 

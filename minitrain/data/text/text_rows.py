@@ -35,7 +35,7 @@ from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
+from minitrain.training.packing import ENDLESS, PADDING, first_fit_decreasing, pack_row
 
 Row = dict[str, Tensor]
 # number of tokens in token files that are checked before training
@@ -71,8 +71,7 @@ class Mock:
     split: int
 
     def __len__(self) -> int:
-        # so that no epoch ever ends
-        return 1 << 40
+        return ENDLESS
 
     def random(self, n: int) -> np.random.Generator:
         """Return the generator of row n."""
@@ -197,8 +196,9 @@ def read_documents(files: list[Path], field: str, kind: str = "auto") -> Iterato
 
 def _document(field: str, record: dict) -> str:
     keys = ", ".join(list(record)[:5])
-    hint = f" (it has {keys}: data.field names the key that holds the text; chats need task=sft or lora)"
-    return text_of(record, field, hint)
+    hint = f"it has {keys}: data.field names the key that holds the text"
+    others = "chats need task=sft or lora, pairs task=dpo"
+    return text_of(record, field, f" ({hint}; {others})")
 
 
 class Sample(NamedTuple):

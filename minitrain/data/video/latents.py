@@ -44,6 +44,7 @@ from minitrain.hashing import nth, shuffled
 from minitrain.models.wan_config import WanConfig
 from minitrain.settings import Config
 from minitrain.training.flow import Noised, generator
+from minitrain.training.packing import ENDLESS
 
 # name of a tensor -> number of its dimensions
 DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
@@ -153,8 +154,7 @@ class MockLatents:
         self.seed = seed
 
     def __len__(self) -> int:
-        # no epoch ever ends
-        return 1 << 40
+        return ENDLESS
 
     def row(self, n: int) -> Row:
         random = generator(self.seed, n)

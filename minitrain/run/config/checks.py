@@ -184,6 +184,10 @@ def _source_faults(c: Config) -> Faults:
 
 def _run_faults(c: Config) -> Faults:
     yield not c.out_dir, "out_dir is empty (give the folder that is to hold the run)"
+    yield (
+        c.checkpoint.best and not c.validation.every,
+        "checkpoint.best=true needs validation.every, the steps after which it is known",
+    )
     for name, path in (("model.path", c.model.path), ("lora.path", c.lora and c.lora.path)):
         yield (
             path and os.path.realpath(path) == os.path.realpath(c.out_dir),

@@ -6,28 +6,75 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from tqdm import tqdm
+
 from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import group_is_up, tell_torchrun
+from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+# in the messages of commands that take options and files where training takes settings: the words
+# of training, and theirs
+IN_OPTIONS = {
+    "data.path: no file matches": "no file matches",
+    "data.path=DIR": "give DIR",
+    "data.kind=": "--kind ",
+    "data.field": "--field",
+    " (data.exclude leaves files out)": "",
+}
+OF_COMMAND = {
+    "evaluate": {
+        "chats need task=sft or lora, pairs task=dpo": "chats need --chat",
+        ", for task=pretrain": " (leave --chat out)",
+        ", for task=dpo": ", and evaluate has no use for pairs",
+    },
+    "tokenize": {
+        "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
+    },
+}
+
 # of a command-line option: (type or list of choices, default or ... if it is required, help)
 Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """argparse's formatter that keeps the docstring's lines and shows defaults."""
+    """argparse's formatter that keeps the docstring's lines and shows defaults, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        has_none = action.default is None or action.default is False or action.default == []
+        return action.help if has_none else super()._get_help_string(action)
+
+
+class Once(argparse.Action):
+    """Store an option's value; a second one would be lost, or the first."""
+
+    given = False
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self.given and option_string:
+            parser.error(f"{option_string} is given twice")
+        self.given = True
+        setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser with `--debug`, whose errors are InputErrors."""
+    """An argparse parser with `--debug`, whose errors are InputErrors.
 
-    def __init__(self, options: dict[str, Option] | None = None, **kwargs):
+
+    settings: the command has some, which --key=value sets as the word key=value does.
+    """
+
+    def __init__(
+        self, options: dict[str, Option] | None = None, settings: bool = False, **kwargs
+    ):
         super().__init__(formatter_class=Formatter, **kwargs)
+        self.settings = settings
+        self.register("action", None, Once)
+        self.register("action", "store", Once)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
         for name, (kind, default, text) in (options or {}).items():
             way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
@@ -38,6 +85,11 @@ class Parser(argparse.ArgumentParser):
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Parse words and options in any order; argparse by itself needs all words together."""
+        if self.settings:
+            # describes all settings
+            from minitrain.run.config.flags import take_flags
+
+            args = take_flags(args, self._option_string_actions)
         return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -63,31 +115,42 @@ def positive(
     return parse
 
 
+@contextmanager
+def in_options(command: str) -> Iterator[None]:
+    """Say an InputError in the words of a command, if it is one of those above."""
+    try:
+        yield
+    except InputError as error:
+        if command not in OF_COMMAND:
+            raise
+        told = str(error)
+        for words, own in (IN_OPTIONS | OF_COMMAND[command]).items():
+            told = told.replace(words, own)
+        raise InputError(told) from error
+
+
 # an argparse type that expands ~, because shells do not expand it in words such as --out=~/new
 home_path = os.path.expanduser
 
 
-def config_path(text: str) -> str:
-    """Return a config's path (an argparse type): a file, or one of the package's own configs.
-
-    The latter may be given as configs/a/b.yaml or as a/b; existing files take precedence.
-    """
-    own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
-    path = home_path(text)
-    return str(own) if os.path.isfile(own) and not os.path.isfile(path) else path
-
-
 def check_writable(option: str, file: str | None) -> None:
     """Raise InputError if an option's file cannot be written, before minutes are spent to fill it."""
-    if file is None:
-        return
-    path = Path(file)
+    path = Path(file or "")
     is_new = not path.exists()
+    # the reader of a pipe would take this for its end
+    if file is None or path.is_fifo():
+        return
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
             # another rank may have removed it already
             path.unlink(missing_ok=True)
+
+
+def bar(items: Iterable | None, total: int, unit: str, done: int = 0) -> tqdm:
+    """Return a progress bar over items, of which `done` were there before; rarely told to a file."""
+    often = 0.1 if sys.stderr.isatty() else 10
+    return tqdm(items, total=total, unit=unit, initial=done, mininterval=often)
 
 
 def use_huge_pages() -> None:
@@ -101,20 +164,26 @@ def use_huge_pages() -> None:
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a command line's `main(arguments)` and exit.
 
-    Exit codes: 0; 2 after an InputError or an OSError, which are printed as one line; 130 after
-    Ctrl-C; 1 after other errors. If another rank has died, that is reported, not the error that it
-    caused here.
+    Exit codes: 0; 2 after an InputError or an OSError, which are printed as one line; 128 and its
+    number after a signal, 130 after Ctrl-C; 1 after other errors. If another rank has died, that is
+    reported, not the error that it caused here.
     """
     sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
     arguments = sys.argv[1:]
     code = 0
+    ended = False
     try:
-        main(arguments)
+        with stopped_by_signals():
+            main(arguments)
         sys.stdout.flush()
         if group_is_up():
             from minitrain.parallel.agreement import wait_for_all
 
             wait_for_all()
+    except Stopped as stopped:
+        ended = True
+        code = stopped.code
+        say_once(str(stopped))
     except KeyboardInterrupt:
         code = 130
         say_once("interrupted")
@@ -139,11 +208,12 @@ def run(main: Callable[[list[str]], None]) -> None:
 
         # after an error this also ends the other ranks
         watch.leave(code)
+    if ended or group_is_up():
         sys.stdout.flush()
         sys.stderr.flush()
         # Python's own teardown sometimes aborts after FSDP has run on gloo, which would make a
-        # success a crash. The group is not destroyed, because NCCL would wait forever for a sampler's
-        # CUDA graphs, which hold NCCL kernels
+        # success a crash; after a signal it would wait for the compiler. The group is not destroyed,
+        # because NCCL would wait forever for a sampler's CUDA graphs, which hold NCCL kernels
         os._exit(code)
     sys.exit(code)
 

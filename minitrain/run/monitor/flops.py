@@ -242,8 +242,20 @@ def step_flops(config: Config, dataset: Dataset | None) -> Callable[[int], float
     """
     if config.task == "grpo":
         return policy_flops(config)
+    if isinstance(config.model.config, WanConfig):
+        return video_flops(config, len(dataset.row(0)["text"]))
     flops = count_flops(config, clean, visible_share(dataset))
     return lambda tokens: flops
+
+
+def video_flops(config: Config, text_tokens: int) -> Callable[[int], float]:
+    """Return a function from the patches of a step, of videos of the mean size, to FLOPs per patch."""
+
+    def per_patch(patches: int) -> float:
+        mean = patches / config.batch.global_
+        return training_flops(config.model.config, mean, text_tokens, config.lora) / mean
+
+    return per_patch
 
 
 def visible_share(dataset: Dataset) -> float:
@@ -264,7 +276,7 @@ def visible_share(dataset: Dataset) -> float:
 # src/megatron/bridge/diffusion/models/wan/wan_provider.py (pull request 5249).
 
 
-def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str, int]:
+def forward_parts(config: WanConfig, tokens: float, text_tokens: int) -> dict[str, float]:
     """Count the FLOPs of a forward pass of one video of `tokens` patches and its text.
 
     The timestep's embedding is left out, as in Megatron-Bridge.
@@ -282,8 +294,8 @@ def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str,
 
 
 def training_flops(
-    config: WanConfig, tokens: int, text_tokens: int = 512, lora: Lora | None = None
-) -> int:
+    config: WanConfig, tokens: float, text_tokens: int = 512, lora: Lora | None = None
+) -> float:
     """Count the FLOPs of one video, forward and backward.
 
     lora: frozen weights have two products, because their gradients are not computed; and only one if
@@ -299,7 +311,7 @@ def training_flops(
     )
 
 
-def adapter_flops(config: WanConfig, lora: Lora, tokens: int, text_tokens: int) -> int:
+def adapter_flops(config: WanConfig, lora: Lora, tokens: float, text_tokens: int) -> float:
     """Count the FLOPs of all adapters A [rank, inputs], B [outputs, rank], forward and backward."""
     total = 0
     model = empty_model(config)

@@ -26,11 +26,21 @@ from minitrain.run.checkpoint.checkpointer import (
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
 from minitrain.run.launch.start import fill_weights, set_timeout, start
-from minitrain.run.monitor.progress import validation
+from minitrain.run.monitor.progress import amount, validation
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
+
+
+def open_policy_data(config: Config) -> tuple[Config, tuple]:
+    """Return the config with its epochs as steps, and what `GrpoTask` takes: reward and problems."""
+    reward = load_reward(config.grpo.reward)
+    problems, *more = open_problems(config)
+    prompts = config.grpo.prompts
+    counted = with_steps(config, len(problems), prompts)
+    told = amount(config, counted.steps, len(problems), prompts, "problem")
+    return counted, (reward, problems, *more, told)
 
 
 class GrpoTask:
@@ -42,11 +52,10 @@ class GrpoTask:
 
     data = bytes_per_token = None
 
-    def __init__(self, config: Config, folder: Path | None):
-        self.reward = load_reward(config.grpo.reward)
-        self.problems, held_out, tokenizer, ends = open_problems(config)
+    def __init__(self, config: Config, folder: Path | None, opened: tuple | None = None):
+        config, opened = (config, opened) if opened else open_policy_data(config)
+        self.reward, self.problems, held_out, tokenizer, ends, self.amount = opened
         grpo = config.grpo
-        config = with_steps(config, len(self.problems), grpo.prompts)
         # no balancing of experts: the sampler would not follow changes of the trainer's router
         shape = replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
         self.config = config = replace(config, model=replace(config.model, config=shape))
@@ -102,6 +111,7 @@ class GrpoTask:
             yield "precision=fp8: the sampler computes in bf16"
         if not self.first:
             yield self.problems.about
+            yield self.amount
             if self.config.validation.every:
                 yield f"step 0  val {validation(self.loop.evaluate())}"
 
@@ -149,6 +159,11 @@ class GrpoTask:
             # an evaluation may follow
             self.loop.update_sampler()
         wait_for_all()
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step, and of no other, beside the newest ones."""
+        if self.policy:
+            self.checkpointer.pin(step)
 
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""

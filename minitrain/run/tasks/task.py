@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from minitrain.parallel.agreement import broadcast_flag
+from minitrain.parallel.agreement import broadcast, broadcast_flag
 from minitrain.run.launch.watch import until_signal
 from minitrain.run.monitor.flops import step_flops
 from minitrain.run.monitor.health import Health
@@ -69,6 +69,9 @@ class Task(Protocol):
     def save(self, numbers: dict[str, Any]) -> None:
         """Write the checkpoint of the step with these numbers."""
 
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step, and of no other, beside the newest ones."""
+
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""
 
@@ -88,6 +91,8 @@ def run_task(task: Task, log: MetricsLog) -> None:
         log.step(task.last)
     skipped = log.skipped_steps(task.updates)
     health = Health(config, log.say, task.origin, task.updates, log.losses, skipped)
+    if config.checkpoint.best:
+        task.pin(broadcast(log.best_step))
     if run_steps(task, log, meter, health):
         task.end(log.say)
         log.end(config, task.first, time.monotonic() - began, meter.about)
@@ -129,6 +134,11 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
                 task.save(numbers)
                 saved_at = time.monotonic()
             if not stop and task.finish(numbers, stopping):
+                if config.checkpoint.best and broadcast_flag(log.is_best(numbers)):
+                    if not saves:
+                        log.sync()
+                        task.save(numbers)
+                    task.pin(numbers["step"])
                 log.step(numbers)
                 health.stop_if_stuck(numbers)
                 continue
