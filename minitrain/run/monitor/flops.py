@@ -249,7 +249,10 @@ def step_flops(config: Config, dataset: Dataset | None) -> Callable[[int], float
 
 
 def video_flops(config: Config, text_tokens: int) -> Callable[[int], float]:
-    """Return a function from the patches of a step, of videos of the mean size, to FLOPs per patch."""
+    """Return a function from the patches of a step to its FLOPs per patch.
+
+    All videos of a step are counted as being of the mean size.
+    """
 
     def per_patch(patches: int) -> float:
         mean = patches / config.batch.global_
