@@ -146,7 +146,7 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
         mixer == "attention" and config.windowed(layer) for layer, mixer in enumerate(mixers)
     )
     width = config.head_dim
-    # where keys and values differ, their mean
+    # keys and values of different widths: count their mean
     if config.kv_lora_rank:
         width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     width *= config.num_attention_heads

@@ -172,7 +172,7 @@ class MetricsLog:
     def end(self, config: Config, first: int, seconds: float, mfu_of: str) -> None:
         """Print the run's closing lines: see `closing_lines`."""
         if self.enabled:
-            # which would stand below
+            # closed first, or the bar would be drawn below these lines
             self.bar.close()
             lines, _ = read_lines(Path(self.file.name))
             for line in closing_lines(config, lines, first, seconds, mfu_of):
