@@ -7,15 +7,16 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from minitrain.data.chat.chat_templates import choose_template
 from minitrain.data.chat.dialogs import ChatDialog
-from minitrain.data.chat.problems import open_problems
+from minitrain.data.chat.problems import Problems, open_problems
 from minitrain.data.datasets import with_steps
+from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.grpo.environments import load_environment
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
@@ -38,17 +39,34 @@ from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 
 
-def open_policy_data(config: Config) -> tuple[Config, tuple]:
-    """Return the config with its epochs as steps, and what `GrpoTask` takes: reward and problems."""
+class PolicyData(NamedTuple):
+    """The data of a GRPO run."""
+
+    # the run's, with epochs converted to steps
+    config: Config
+    reward: Callable
+    problems: Problems
+    held_out: Problems | None
+    tokenizer: Tokenizer
+    # tokens that end a response
+    ends: tuple[int, ...]
+    # with grpo.environment: what makes an environment, and what makes a dialog with it
+    talk: tuple[Callable, Callable] | None
+    # a line on how often training goes over the problems
+    amount: str
+
+
+def open_policy_data(config: Config) -> PolicyData:
+    """Open the reward and the problems of a run. Raises InputError for mistakes in them."""
     reward = load_reward(config.grpo.reward)
     make = config.grpo.environment and load_environment(config.grpo.environment)
     problems, held_out, tokenizer, ends = open_problems(config)
     template = choose_template(config.data.template, tokenizer)
     talk = (make, partial(ChatDialog, template, tokenizer)) if make else None
     prompts = config.grpo.prompts
-    counted = with_steps(config, len(problems), prompts)
-    told = amount(config, counted.steps, len(problems), prompts, "problem")
-    return counted, (reward, problems, held_out, tokenizer, ends, talk, told)
+    with_number = with_steps(config, len(problems), prompts)
+    line = amount(config, with_number.steps, len(problems), prompts, "problem")
+    return PolicyData(with_number, reward, problems, held_out, tokenizer, ends, talk, line)
 
 
 class GrpoTask:
@@ -60,9 +78,9 @@ class GrpoTask:
 
     data = bytes_per_token = None
 
-    def __init__(self, config: Config, folder: Path | None, opened: tuple | None = None):
-        config, opened = (config, opened) if opened else open_policy_data(config)
-        self.reward, self.problems, held_out, tokenizer, ends, talk, self.amount = opened
+    def __init__(self, config: Config, folder: Path | None, opened: PolicyData | None = None):
+        opened = opened or open_policy_data(config)
+        config, self.reward, self.problems, held_out, tokenizer, ends, talk, self.amount = opened
         grpo = config.grpo
         # no balancing of experts: the sampler would not follow changes of the trainer's router
         shape = replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
