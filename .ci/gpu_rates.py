@@ -86,6 +86,22 @@ def fp8_products():
         yield name, product, 2 * size**3, 4 * size**2
 
 
+def fp8_forms():
+    """Products in each form of scaled FP8 that this GPU has units for, their scales laid out each time."""
+    from minitrain.models.fp8_forms import FORMS, multiply_in_form
+    from minitrain.models.quantize import E4M3, quantize
+
+    for form, row in FORMS.items():
+        if form == "tensor" or not row.has_units(torch.cuda.get_device_capability()):
+            continue
+        x, w = (quantize(bf16(8192, 8192), E4M3, b) for b in (row.block, row.weight_block))
+        scales = x[1], w[1], form, torch.bfloat16, False
+        product = partial(multiply_in_form, x[0], w[0].t(), *scales)
+        yield f"fp8 {form}", product, 2 * 8192**3, 4 * 8192**2
+        round_up = torch.compile(partial(quantize, dtype=E4M3, block=row.block))
+        yield f"fp8 {form}, rounding", partial(round_up, bf16(8192, 8192)), 0, 3 * 8192**2
+
+
 def unaligned_scale():
     """A product with a scale that does not begin at a multiple of 16 bytes, which cuBLAS is said to refuse."""
     a, b = (bf16(4096, 4096).to(torch.float8_e4m3fn) for _ in range(2))
@@ -241,6 +257,7 @@ def jobs():
     """All measurements, as (group, shape, function that yields kernels, its arguments), the most telling first."""
     yield "product", f"{TOKENS} tokens", products, {}
     yield "product", "8192^3", fp8_products, {}
+    yield "product", "8192^3", fp8_forms, {}
     yield "product", "4096^3", unaligned_scale, {}
     yield "thin", f"{TOKENS} tokens, rank 16", thin_products, {}
     yield "memory", "", memory, {}

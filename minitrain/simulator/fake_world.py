@@ -33,8 +33,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitrain.data.datasets import open_dataset
 from minitrain.models.attention import Mask, apply_sinks
-from minitrain.models.fp8 import is_placeholder
 from minitrain.models.merged_attention import MAX_CHANNELS, merged_attention
+from minitrain.models.quantize import is_placeholder
 from minitrain.parallel import recompute, shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.run.launch.start import meshes_of

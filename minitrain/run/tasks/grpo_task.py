@@ -31,6 +31,7 @@ from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
+from minitrain.training.build import fp8_notes
 
 
 class GrpoTask:
@@ -101,6 +102,9 @@ class GrpoTask:
     def about(self) -> Iterator[str]:
         if self.config.precision == "fp8":
             yield "precision=fp8: the sampler computes in bf16"
+        if self.policy:
+            trainer = self.policy.trainer
+            yield from fp8_notes(trainer.model, trainer.config, trainer.meshes)
         if not self.first:
             yield self.problems.about
             if self.config.validation.every:

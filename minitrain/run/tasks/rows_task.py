@@ -21,6 +21,7 @@ from minitrain.run.monitor.progress import bits_per_byte
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
+from minitrain.training.build import fp8_notes
 from minitrain.training.loop import training_steps
 
 
@@ -59,6 +60,7 @@ class RowsTask:
             from minitrain.training.ema import check_averages
 
             yield from check_averages(self.trainer.optimizer, self.config.optim, self.first)
+        yield from fp8_notes(self.trainer.model, self.config, self.trainer.meshes)
         if about := getattr(self.data, "about", None):
             yield about
         if self.config.data.kind in TOYS and not self.first:

@@ -124,7 +124,8 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
         notes.append(
             f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"
         )
-    if config.fp8.experts and config.parallel.ep < shape.num_experts:
+    one_each = config.parallel.ep == getattr(shape, "num_experts", 0)
+    if config.fp8.experts and config.fp8.form == "tensor" and not one_each:
         notes.append(
             f"note: experts stay in bf16: fp8.experts=true needs parallel.ep={shape.num_experts}, one on each rank"
         )
