@@ -23,6 +23,9 @@ grpo.generation_ranks=0 rollout.tp=1 rollout.ep=1"""
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(OPTIONS, prog="minitrain export", description=__doc__)
+    parser.add_argument(
+        "--fp8", action="store_true", help="matrices in FP8 with a scale for each 128 x 128"
+    )
     options = parser.parse_args(arguments)
     import torch.distributed.checkpoint as dcp
 
@@ -53,6 +56,8 @@ def main(arguments: list[str]) -> None:
     if problem := find_damage(folder, 0, 1):
         raise InputError(f"checkpoint {folder} is damaged: {problem}")
     config = load(Path(options.run, "config.yaml"), ALONE.split())
+    if options.fp8 and config.lora:
+        raise InputError("--fp8 is for models, and this run trained adapters (leave it out)")
     description = read_description(folder)
     asks = prompt_of(config, description["extra"])
     trainer = make_trainer(config, start(config))
@@ -72,7 +77,7 @@ def main(arguments: list[str]) -> None:
         weights[entry.removesuffix("/ema")].copy_(average)
     work = out.with_name(f"{out.name}.tmp")
     make_empty(work)
-    export(trainer, config, work, asks)
+    export(trainer, config, work, asks, options.fp8)
     work.rename(out)
     print(f"{out} holds step {step} of {options.run}")
     print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")

@@ -29,7 +29,16 @@ from minitrain.formats.config_hf import (
 )
 from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
-from minitrain.formats.layouts_hf import Config, Piece, is_ignored, pieces, to_stored
+from minitrain.formats.layouts_hf import (
+    FP8_SETTINGS,
+    IN_FP8,
+    Config,
+    Piece,
+    is_ignored,
+    pieces,
+    to_stored,
+    write_fp8,
+)
 from minitrain.formats.magic import ADAPTER_CONFIG
 from minitrain.formats.tensor_files import (
     DTYPES,
@@ -95,13 +104,19 @@ def read_config(path: str | Path) -> Config:
 
 
 def save_pretrained(
-    model: Model, path: str | Path, max_shard_bytes: int = 5 * 10**9, original_names: bool = False
+    model: Model,
+    path: str | Path,
+    max_shard_bytes: int = 5 * 10**9,
+    original_names: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained(path)` loads.
 
     It has the model's own dtype. A Wan is for `diffusers.WanTransformer3DModel`, or, with
-    `original_names`, for Wan's own code. An older checkpoint in the folder is replaced, with its
-    generation_config.json; other files (a tokenizer's) stay. A model of family `minitrain` is for
+    `original_names`, for Wan's own code. With `fp8` the blocks' matrices are e4m3 with a scale for
+    each 128 x 128, in the layout of DeepSeek-V3's files, for families that have such. An older
+    checkpoint in the folder is replaced, with its generation_config.json; other files (a
+    tokenizer's) stay. A model of family `minitrain` is for
     `load_pretrained` alone. Raises InputError for a config that another family's architecture in
     transformers cannot express, for a model that is sharded or has adapters, and for a folder that
     has some.
@@ -120,7 +135,7 @@ def save_pretrained(
     if isinstance(model, Decoder) and model.config.family != OWN:
         check_exportable(model.config)
     dtype = next(model.parameters()).dtype
-    save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names)
+    save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names, fp8)
 
 
 # --- weights, in
@@ -254,15 +269,19 @@ def save_tensors(
     path: str | Path,
     max_shard_bytes: int = 5 * 10**9,
     original_names: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Write full tensors, named as the model's parameters, as a Hugging Face checkpoint in `dtype`.
 
     Tensors that the model keeps in fp32 stay so. original_names: use the names of Wan's own code,
-    not diffusers'. `tensors` is consumed lazily, and each shard leaves memory as soon as it is full.
-    The folder keeps what it had until everything is on disk. A folder with config.json is complete.
+    not diffusers'. fp8: see `save_pretrained`; it rounds matrices from the type that they have.
+    `tensors` is consumed lazily, and each shard leaves memory as soon as it is full. The folder
+    keeps what it had until everything is on disk. A folder with config.json is complete.
     """
     path = Path(path)
     files = {}
+    if fp8:
+        _check_fp8(config)
     if isinstance(config, WanConfig):
         spell = wan_names.original_name if original_names else wan_names.diffusers_name
         to_json = (
@@ -284,14 +303,13 @@ def save_tensors(
             tensors = family.to_stored(tensors)
         else:
             tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
-    wide = torch.promote_types(dtype, torch.float32)
-    # The model keeps these tensors in fp32 whatever the dtype.
     model = empty_model(config).to(torch.bfloat16)
-    fp32 = {spell(name) for name, x in model.state_dict().items() if x.dtype == torch.float32}
-    tensors = (
-        (name, x.detach().to("cpu", wide if name in fp32 else dtype).contiguous())
-        for name, x in tensors
-    )
+    stored = {spell(name): x for name, x in model.state_dict().items()}
+    if fp8:
+        files["config.json"]["quantization_config"] = _fp8_settings(stored)
+    # The model keeps these tensors in fp32 whatever the dtype.
+    fp32 = {key for key, x in stored.items() if x.dtype == torch.float32}
+    tensors = (pair for key, x in tensors for pair in _as_stored(key, x, dtype, key in fp32, fp8))
     work = path / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
     with refused(f"{path} cannot be written"):
@@ -303,6 +321,32 @@ def save_tensors(
         _replace_checkpoint(path, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_fp8(config: Config) -> None:
+    """Raise InputError for a family whose files are not known in FP8 with blocks."""
+    family = getattr(config, "family", "wan")
+    if FAMILIES.get(family, PLAIN).quantized != "fp8":
+        raise InputError(f"fp8: files of family {family} have no FP8 blocks (use fp8=False)")
+
+
+def _fp8_settings(stored: dict[str, Tensor]) -> dict:
+    """Return the quantization_config of a model in FP8, with the matrices that are not."""
+    others = (key for key, x in stored.items() if x.ndim == 2 and not IN_FP8.fullmatch(key))
+    kept = [key.removesuffix(".weight") for key in others]
+    return FP8_SETTINGS | {"modules_to_not_convert": kept}
+
+
+def _as_stored(
+    key: str, x: Tensor, dtype: torch.dtype, in_fp32: bool, fp8: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor [...] in its type, or in FP8 with scales, on the CPU."""
+    x = x.detach().cpu()
+    if fp8 and IN_FP8.fullmatch(key):
+        yield from ((name, part.contiguous()) for name, part in write_fp8(key, x))
+    else:
+        wide = torch.promote_types(dtype, torch.float32)
+        yield key, x.to(wide if in_fp32 else dtype).contiguous()
 
 
 def check_free_of_adapters(path: str | Path) -> None:

@@ -27,8 +27,10 @@ from minitrain.settings import Config
 from minitrain.training.loop import Trainer
 
 
-def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = None) -> None:
-    """Write the model in Hugging Face layout, or its adapters in PEFT's.
+def export(
+    trainer: Trainer, config: Config, folder: Path, asks: str | None = None, fp8: bool = False
+) -> None:
+    """Write the model in Hugging Face layout, with fp8 as `save_tensors`, or its adapters in PEFT's.
 
     Rank 0 writes, but all ranks call it together.
     asks: the prompt that replies follow in training, if the tokenizer's chat template has another
@@ -64,7 +66,7 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
     else:
         # This is the shards' dtype: after a validation parameters are still gathered, in another.
         dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.get_default_dtype()
-        save_tensors(tensors, shape, dtype, folder)
+        save_tensors(tensors, shape, dtype, folder, fp8=fp8)
 
 
 def save_template(
