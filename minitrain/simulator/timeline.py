@@ -85,6 +85,7 @@ class System:
         that for each expert that a rank holds. step: the host's, per optimizer step. decode_step:
         the host's, per decoding step.
     capacity: bytes of memory. domain: GPUs that NVLink connects. gemm_tiles: multiprocessors.
+    capability: CUDA's compute capability, which says what FP8 units multiply (models/fp8_forms.py).
     """
 
     name: str
@@ -113,6 +114,7 @@ class System:
     decode_weights: float
     decode_caches: float
     decode_step: float
+    capability: tuple[int, int] = (9, 0)
 
     def kernel_seconds(self, event: Event) -> float:
         """Return the seconds of a matrix product, of attention, or of another kernel by itself."""
@@ -202,6 +204,8 @@ def rates_of(values: dict) -> dict:
     """
     kernels = constants("kernels")
     rates = {name: value for name, value in values.items() if name != "attention"}
+    if "capability" in values:
+        rates["capability"] = tuple(values["capability"])
     if "attention" in values:
         attention = values["attention"].items()
         rates["attention"] = {form: Attention(**kernels[name]) for form, name in attention}
