@@ -7,6 +7,10 @@ before.png and after.png, what the model draws. Ctrl-C, SIGTERM and their like e
 step, with a checkpoint (watch.py).
 """
 
+from pathlib import Path
+from typing import Any
+
+from minitrain.run.config.config_yaml import as_words
 from minitrain.run.config.load import load
 from minitrain.run.launch import cli
 
@@ -37,6 +41,16 @@ def main(arguments: list[str]) -> None:
 
         return print("\n".join(annotate(config)))
     # brings torch, which takes seconds: --help and a mistyped key are answered before
-    from minitrain.run.tasks.train_model import train
+    from minitrain.run.tasks import train_model
 
-    train(config)
+    train_model.train(config)
+
+
+def train(config: str | Path, **settings: Any) -> None:
+    """Train as a YAML file or a recipe says, as the command does: minitrain.train(FILE, steps=10).
+
+    settings: those over the file's, sections as dicts: optim={"lr": 1e-4}. Raises InputError.
+    """
+    from minitrain.run.tasks import train_model
+
+    train_model.train(load(cli.config_path(str(config)), as_words(settings)))

@@ -37,6 +37,9 @@ class ByteTokenizer:
     beginning_ids = ()
     chat_template = ""
 
+    def __repr__(self) -> str:
+        return f"bytes: {self.vocab_size} tokens, texts end with {self.eos!r}"
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without bos and eos."""
         return list(text.encode("utf-8"))

@@ -44,7 +44,7 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             raise InputError(
-                f"{file} needs the tokenizers package: pip install 'minitrain[text]'"
+                f"{file} needs the tokenizers package: pip install -e '.[text]'"
             ) from error
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -69,6 +69,9 @@ class HuggingFaceTokenizer:
         self.bos_id = None
         if bos and self.config.get("add_bos_token") is True:
             self.bos_id = self._known_id(bos, self.config_file)
+
+    def __repr__(self) -> str:
+        return f"{self.file}: {self.vocab_size:,} tokens, texts end with {self.eos!r}"
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=False)
@@ -223,15 +226,19 @@ class HuggingFaceTokenizer:
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
-def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
+def load_tokenizer(
+    name_or_path: str | Path,
+    of_bytes: type[ByteTokenizer] = ByteTokenizer,
+    of_file: type[HuggingFaceTokenizer] = HuggingFaceTokenizer,
+) -> Tokenizer:
     """Return "bytes", a tokenizer.json, or the one of a folder.
 
     A saved ByteTokenizer needs no package.
     """
     file = tokenizer_file(name_or_path)
     if file is None or is_byte_tokenizer(read_json(file)):
-        return ByteTokenizer()
-    return HuggingFaceTokenizer(file)
+        return of_bytes()
+    return of_file(file)
 
 
 def tokenizer_file(name_or_path: str | Path) -> Path | None:

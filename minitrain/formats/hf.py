@@ -10,6 +10,7 @@ shard. Left out: tokenizers.
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,14 @@ from minitrain.formats.config_hf import (
 from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
 from minitrain.formats.layouts_hf import (
+    EMBEDDING,
     FP8_SETTINGS,
     IN_FP8,
+    TIED_HEAD,
     Config,
     Piece,
+    copies,
+    held_depths,
     is_ignored,
     pieces,
     to_stored,
@@ -58,20 +63,26 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, local_shard
 
-# the output head, which some files hold although it is tied to the embedding
-TIED_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
+# types of weights, as torch and config.json name them, and as settings do
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 Model = Decoder | Wan
 Named = Iterable[tuple[str, Tensor]]
 
 
-def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=None) -> Model:
+def load_pretrained(
+    path: str | Path, dtype: torch.dtype | str | None = None, device=None
+) -> Model:
     """Return the model in a folder of Hugging Face layout, on `device` (default: the CPU).
 
-    dtype: of the weights. By default the checkpoint's own, as in transformers: that of config.json,
-    or, if it has none, that of the first tensor. Raises InputError for anything that is wrong with
-    the folder.
+    dtype: of the weights, torch's or a name such as bf16. By default the checkpoint's own, as in
+    transformers: that of config.json, or, if it has none, that of the first tensor. Raises
+    InputError for anything that is wrong with the folder.
     """
+    dtype = SHORT_NAMES.get(dtype, NAMES.get(dtype, dtype))
+    if dtype not in (None, *NAMES.values()):
+        raise InputError(f"dtype={dtype!r} is not one of {', '.join([*SHORT_NAMES, *NAMES])}")
     config = read_config(path)
     weights = find_weights(config, path)
     dtype = dtype or _stored_dtype(Path(path), weights)
@@ -81,7 +92,11 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
 
 
 def read_config(path: str | Path) -> Config:
-    """Return the config of the model in folder `path`, of either kind."""
+    """Return the config of the model in folder `path`, of either kind.
+
+    It has as many depths of multi-token prediction as the files hold: transformers drops their
+    weights, and keeps the number in config.json.
+    """
     file = Path(path) / "config.json"
     if os.path.isfile(path):
         raise InputError(
@@ -100,12 +115,19 @@ def read_config(path: str | Path) -> Config:
     generation = file.with_name(GENERATION)
     if generation.exists():
         config = replace(config, generation_config=read_json(generation))
+    if config.num_nextn_predict_layers:
+        held = 0
+        # files that are missing are told when they are read
+        with suppress(InputError):
+            held = held_depths(config, stored_tensors(weight_files(path)))
+        config = replace(config, num_nextn_predict_layers=held)
     return config
 
 
 def save_pretrained(
     model: Model,
     path: str | Path,
+    tokenizer=None,
     max_shard_bytes: int = 5 * 10**9,
     original_names: bool = False,
     fp8: bool = False,
@@ -115,8 +137,8 @@ def save_pretrained(
     It has the model's own dtype. A Wan is for `diffusers.WanTransformer3DModel`, or, with
     `original_names`, for Wan's own code. With `fp8` the blocks' matrices are e4m3 with a scale for
     each 128 x 128, in the layout of DeepSeek-V3's files, for families that have such. An older
-    checkpoint in the folder is replaced, with its generation_config.json; other files (a
-    tokenizer's) stay. A model of family `minitrain` is for
+    checkpoint in the folder is replaced, with its generation_config.json; its tokenizer too if one
+    is given, as from minitrain.load_tokenizer; other files stay. A model of family `minitrain` is for
     `load_pretrained` alone. Raises InputError for a config that another family's architecture in
     transformers cannot express, for a model that is sharded or has adapters, and for a folder that
     has some.
@@ -134,8 +156,14 @@ def save_pretrained(
         raise InputError("original_names=True is for Wan models: others have one spelling")
     if isinstance(model, Decoder) and model.config.family != OWN:
         check_exportable(model.config)
+    if tokenizer is not None and not hasattr(tokenizer, "encode_prompt"):
+        raise InputError(
+            f"tokenizer={tokenizer!r:.60} is none of ours (give minitrain.load_tokenizer(FOLDER))"
+        )
     dtype = next(model.parameters()).dtype
     save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names, fp8)
+    if tokenizer is not None:
+        tokenizer.save(path)
 
 
 # --- weights, in
@@ -161,6 +189,11 @@ def find_weights(config: Config, path: str | Path) -> Weights:
         raise InputError(
             f"{path}: config.json claims {config.num_layers} layers, the files hold {len(stored)} tensors"
         )
+    depths = getattr(config, "num_nextn_predict_layers", 0)
+    if depths and (held := held_depths(config, stored)) < depths:
+        raise InputError(
+            f"model.num_nextn_predict_layers={depths}: {path} holds {held} layers of multi-token prediction"
+        )
     everything = empty_model(config).state_dict()
     if isinstance(config, WanConfig):
         stored = wan_names.rename_to_ours(stored, everything)
@@ -180,8 +213,11 @@ def find_weights(config: Config, path: str | Path) -> Weights:
                 f"{tensor.file}: tensor {key} has no place in the model that config.json describes"
             )
     weights = Weights(stored, sources)
-    if isinstance(config, DecoderConfig) and config.tie_word_embeddings and TIED_HEAD in stored:
-        _check_tied_head(weights, config.vocab_size)
+    if isinstance(config, DecoderConfig):
+        tied = {TIED_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
+        for key, name in (tied | copies(config)).items():
+            if key in stored:
+                _check_copy(weights, key, name)
     return weights
 
 
@@ -229,19 +265,22 @@ def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
     local[tuple(inside)].copy_(piece.read(fetch, tuple(wanted)))
 
 
-def _check_tied_head(weights: Weights, vocab: int) -> None:
-    """Raise InputError if the stored head, which nothing reads, differs from the embedding."""
-    keys = (next(iter(weights.sources[EMBEDDING][0].needs)), TIED_HEAD)
-    embedding, head = (weights.stored[key] for key in keys)
-    blocks = [(slice(first, first + 4096),) for first in range(0, vocab, 4096)]
-    alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and all(
-        torch.equal(*(_fetch(weights.stored, key, rows).float() for key in keys))
+def _check_copy(weights: Weights, key: str, name: str) -> None:
+    """Raise InputError if stored tensor `key`, which nothing reads, differs from our parameter `name`."""
+    keys = (next(iter(weights.sources[name][0].needs)), key)
+    original, copy = (weights.stored[each] for each in keys)
+    blocks = [(slice(first, first + 4096),) for first in range(0, original.shape[0], 4096)]
+    alike = (original.shape, original.dtype) == (copy.shape, copy.dtype) and all(
+        torch.equal(*(_fetch(weights.stored, each, rows).float() for each in keys))
         for rows in blocks
     )
     if not alike:
+        setting = "num_nextn_predict_layers=0 reads neither"
+        if key == TIED_HEAD:
+            setting = "tie_word_embeddings=false reads both"
+        what = "the embedding" if name == EMBEDDING else "the head"
         raise InputError(
-            f"{head.file}: {TIED_HEAD} is not the embedding, to which config.json ties it "
-            f"(tie_word_embeddings=false reads both)"
+            f"{copy.file}: {key} is not {what}, to which config.json ties it ({setting})"
         )
 
 
@@ -251,12 +290,11 @@ def _stored_dtype(path: Path, weights: Weights) -> torch.dtype:
     if name is None:
         embedding = next(iter(weights.sources.values()))[0]
         return DTYPES.get(weights.stored[next(iter(embedding.needs))].dtype, torch.float32)
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str) or name not in NAMES:
         raise InputError(
-            f"{path / 'config.json'}: dtype {name!r} is not supported (known: {', '.join(known)})"
+            f"{path / 'config.json'}: dtype {name!r} is not supported (known: {', '.join(NAMES)})"
         )
-    return known[name]
+    return NAMES[name]
 
 
 # --- out
@@ -298,7 +336,7 @@ def save_tensors(
         if config.generation_config:
             files[GENERATION] = config.generation_config
         family = FAMILIES[config.family]
-        spell = family.stored_name
+        spell = partial(family.stored_name, layers=config.num_layers)
         if family.to_stored:
             tensors = family.to_stored(tensors)
         else:

@@ -346,7 +346,7 @@ BUILT_IN = {"exact": exact, "math": math, "math_verify": math_verify}
 def load_reward(name: str) -> Reward:
     """Return the one BUILT_IN, or the function at `package.module:name`, else raise InputError."""
     if name == "math_verify" and importlib.util.find_spec(name) is None:
-        raise InputError("grpo.reward=math_verify needs a package: pip install 'minitrain[math]'")
+        raise InputError("grpo.reward=math_verify needs a package: pip install -e '.[math]'")
     if name in BUILT_IN:
         return BUILT_IN[name]
     example = {"response": "response", "answer": "answer", "row": {}}

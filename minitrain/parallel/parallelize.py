@@ -50,7 +50,9 @@ def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> 
         shape=partial(hidden_shape, model.hidden_size, meshes.tp.size()),
         dtype=torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16,
         keeps_weights=parallel.reshard_after_forward is False,
-        tied="model.embed_tokens.weight" if model.tie_word_embeddings else "",
+        tied="model.embed_tokens.weight"
+        if model.tie_word_embeddings or model.num_nextn_predict_layers
+        else "",
     )
 
 

@@ -27,6 +27,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import local_shard
 from minitrain.settings import Config
 from minitrain.training.footprint import check_fits
+from minitrain.training.mtp_loss import trains_further
 
 
 def build_model(
@@ -89,6 +90,9 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         experts_tp = 1 if p.ep > 1 else p.tp
         fast = config.fp8.fast_accumulation
         to_fp8(model.blocks, fast, p.tp, experts, config.fp8.form, experts_tp)
+    if config.task != "diffusion" and not trains_further(config):
+        for layer in model.further_layers:
+            layer.requires_grad_(False)
     return model
 
 

@@ -21,7 +21,6 @@ This file is the pattern for your own objective: three methods (see objectives.p
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,7 @@ class Preferences:
 
     def __init__(self, settings: DPO):
         self.settings = settings
-        self.sums = torch.zeros(4)
+        self.totals = torch.zeros(4)
 
     def prepare(self, trainer: "Trainer", dataset: Dataset, batches: int) -> None:
         """Set the rows' reference, before training changes the model: see `add_reference`."""
@@ -84,16 +83,18 @@ class Preferences:
         if torch.is_grad_enabled():
             terms = torch.stack([valid, chosen > rejected, chosen, rejected])
             sums = (terms.detach() * valid).sum((1, 2))
-            self.sums = self.sums.to(sums.device) + sums
+            self.totals = self.totals.to(sums.device) + sums
         return (losses * valid).sum()
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio.
+    def sums(self) -> Tensor:
+        """Return the numbers of pairs and of right ones, and the sums of their ratios, [4]."""
+        sums = self.totals
+        self.totals = torch.zeros(4)
+        return sums
 
-        sum_over: sums a tensor over ranks with other rows, here [4].
-        """
-        pairs, *sums = sum_over(self.sums).tolist()
-        self.sums = torch.zeros(4)
+    def metrics(self, sums: list[float]) -> dict[str, float]:
+        """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio."""
+        pairs, *sums = sums
         right, chosen, rejected = (each / max(pairs, 1) for each in sums)
         beta = self.settings.beta
         return {

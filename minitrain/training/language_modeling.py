@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.training.loss import IGNORE, linear_cross_entropy
+from minitrain.training.mtp_loss import FurtherLoss, with_next_tokens
 from minitrain.training.packing import Batch
 
 
@@ -16,14 +17,19 @@ class LanguageModeling:
 
     A batch has tokens and labels [batch, seq], and further inputs of the model by name. With data
     that is mixed it also has `sources` [batch, seq], the place of each token's source in `names`.
+    further: the loss of multi-token prediction, if that is trained.
     """
 
     layouts = ("cp", "pp")
 
-    def __init__(self, names: Sequence[str] = ()):
+    def __init__(self, names: Sequence[str] = (), further: FurtherLoss | None = None):
         self.names = names
+        self.further = further
         # [2, sources]: the sum of losses, and the number of labels
-        self.sums = torch.zeros(2, len(names), dtype=torch.float64)
+        self.sums_by_source = torch.zeros(2, len(names), dtype=torch.float64)
+
+    def extend(self, batch: Batch) -> Batch:
+        return with_next_tokens(batch, self.further.depths) if self.further else batch
 
     def count(self, batch: Batch) -> int:
         # labels: [batch, seq]
@@ -36,6 +42,8 @@ class LanguageModeling:
         head = linear_cross_entropy
         if sources is not None and torch.is_grad_enabled():
             head = partial(self.head, sources)
+        if self.further:
+            batch["further"] = partial(self.further, batch.pop("next_labels"))
         return model(batch.pop("tokens"), **batch, head=head)
 
     def head(self, sources: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -49,17 +57,32 @@ class LanguageModeling:
         loss = linear_cross_entropy(hidden, weight, labels, losses)
         # [2, tokens]
         numbers = torch.stack([losses, labels != IGNORE]).double()
-        self.sums = self.sums.to(labels.device).index_add(1, sources.flatten(), numbers)
+        sums = self.sums_by_source.to(labels.device)
+        self.sums_by_source = sums.index_add(1, sources.flatten(), numbers)
         return loss
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the mean loss of each source that had a label, as loss/NAME.
+    def sums(self) -> Tensor | None:
+        """Return the sums by source [2, sources] and those of multi-token prediction, in one row."""
+        parts = []
+        if self.names:
+            parts.append(self.sums_by_source.flatten())
+            self.sums_by_source = torch.zeros_like(self.sums_by_source)
+        if self.further:
+            parts.append(self.further.take_sums(training=True))
+        return torch.cat(parts) if parts else None
 
-        sum_over: sums a tensor over ranks with other rows, here [2, sources].
-        """
-        if not self.names:
+    def metrics(self, sums: list[float]) -> dict[str, float]:
+        """Return the mean loss of each source that had a label, as loss/NAME, and mtp_loss."""
+        count = len(self.names)
+        further = self.further.metrics(sums[2 * count :], training=True) if self.further else {}
+        sources = zip(self.names, sums[:count], sums[count : 2 * count], strict=True)
+        return further | {
+            f"loss/{name}": loss / number for name, loss, number in sources if number
+        }
+
+    def held_out(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return numbers of the batches without gradients since the last call."""
+        if not self.further:
             return {}
-        losses, counts = sum_over(self.sums).tolist()
-        self.sums = torch.zeros_like(self.sums)
-        sums = zip(self.names, losses, counts, strict=True)
-        return {f"loss/{name}": loss / count for name, loss, count in sums if count}
+        sums = sum_over(self.further.take_sums(training=False)).tolist()
+        return self.further.metrics(sums, training=False)

@@ -1,6 +1,6 @@
 """Objectives: the interface between the training loop and a task.
 
-The three methods of `Objective` suffice if ranks have different rows or share weights
+The first two methods of `Objective` suffice if ranks have different rows or share weights
 (dp_replicate, dp_shard, tp, ep). Two layouts need more, and are refused unless the objective names
 them in `layouts`:
 
@@ -18,10 +18,13 @@ prepare(trainer, dataset, batches). It is called before the first step: for the 
 trained on, of which `batches` global batches are used, and for a held-out one. All ranks call it
 together. A second model is `build_model(config, trainer.meshes, trainer.fill, trained=False)`;
 dpo.py needs only its outputs.
+
+One whose loss needs what follows a token has a method extend(batch): it returns the batch with
+further values [rows, seq, ...], before context parallelism splits the rows. held_out(sum_over)
+returns numbers of a validation, as `metrics` does of training.
 """
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -32,11 +35,12 @@ from minitrain.settings import Config, Parallel
 from minitrain.training.dpo import Preferences
 from minitrain.training.flow import FlowMatching
 from minitrain.training.language_modeling import LanguageModeling
+from minitrain.training.mtp_loss import make_further_loss
 from minitrain.training.packing import Batch
 
 
 class Objective(Protocol):
-    """What is learned. `layouts`, `summed_over` and `prepare` may be missing: see above."""
+    """What is learned. What is not a method here may be missing: see above."""
 
     def count(self, batch: Batch) -> int:
         """Return the number of loss terms; the loop divides by that of the step.
@@ -47,11 +51,15 @@ class Objective(Protocol):
     def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the sum of the terms, a differentiable scalar []."""
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return numbers for the log, about the micro-batches with gradients since the last call.
+    def sums(self) -> Tensor | None:
+        """Return sums [...] over the micro-batches with gradients since the last call, for the log.
 
-        sum_over: sums a tensor over ranks with other tokens; all ranks must call it.
+        They may be on the device: the loop adds them up over ranks with other tokens, and does not
+        wait for them. None: there is nothing to tell.
         """
+
+    def metrics(self, sums: list) -> dict[str, float]:
+        """Return numbers for the log from the values of `sums`, nested as its dimensions."""
 
 
 def make_objective(config: Config) -> Objective:
@@ -59,13 +67,22 @@ def make_objective(config: Config) -> Objective:
     if config.task == "dpo":
         return Preferences(config.dpo)
     if config.task != "diffusion":
-        return LanguageModeling([source.label for source in config.data.sources])
+        labels = [source.label for source in config.data.sources]
+        return LanguageModeling(labels, make_further_loss(config))
     model = config.model.config
     return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
 
 
 def check_objective(objective: Objective, parallel: Parallel) -> None:
-    """Raise InputError if the objective does not declare that it supports this layout."""
+    """Raise InputError if the objective does not declare that it supports this layout.
+
+    Also if it has numbers for the log, but no sums of which they are made.
+    """
+    if hasattr(objective, "metrics") != hasattr(objective, "sums"):
+        raise InputError(
+            f"{type(objective).__name__} has one of the methods sums() and metrics(sums), and needs the other "
+            f"(see training/objectives.py; without both, loss and norm are logged)"
+        )
     for name in ("cp", "pp"):
         size = getattr(parallel, name)
         if size > 1 and name not in getattr(objective, "layouts", ()):

@@ -1,11 +1,14 @@
 """generate as a conversation, and the sampler's texts: oracles are transformers' replies."""
 
+import ast
 import io
 import json
 import re
+import shlex
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import minitrain
 from minitrain import generate
@@ -178,12 +181,21 @@ def test_a_prompt_is_needed(folder):
         generate.main(["--model", str(folder)])
 
 
-def test_the_snippet_of_the_readme_runs(folder, tmp_path, monkeypatch, capsys):
+def test_the_snippet_of_the_readme_answers_as_the_command_above_it(
+    folder, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "out").mkdir()
     folder.rename(tmp_path / "out" / "arithmetic")
     monkeypatch.chdir(tmp_path)
-    snippet = re.search(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S
-    )[1]
-    exec(snippet, {})
-    assert (tmp_path / "copy" / "model.safetensors").exists() and capsys.readouterr().out
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    line = re.search(r"python -m minitrain.generate (--model out/arithmetic --chat .*)", readme)[
+        1
+    ]
+    generate.main([*shlex.split(line), "--device", "cpu", "--max-tokens", "128"])
+    answer = capsys.readouterr().out.removesuffix("\n")
+    assert answer == replies("out/arithmetic", "47 + 38\n", 128)
+    exec(re.search(r"```python\n(.*?)```", readme, re.S)[1], {})
+    printed, streamed = capsys.readouterr().out.split("\n", 1)
+    assert ast.literal_eval(printed) == [answer] and streamed
+    assert AutoTokenizer.from_pretrained("copy").eos_token_id == 257
+    assert replies("copy", "47 + 38\n", 128) == answer

@@ -19,7 +19,7 @@ from minitrain.run.monitor.progress import (
     fitting,
     goodness,
     next_command,
-    telling,
+    step_figures,
     validation,
 )
 from minitrain.run.tasks import train_model
@@ -44,7 +44,7 @@ TINY = {
 def test_the_bar_fits_eighty_columns(monkeypatch, steps, numbers, told):
     for columns in (200, 80, 50):
         monkeypatch.setenv("COLUMNS", str(columns))
-        text = telling(
+        text = step_figures(
             numbers | {"tokens_per_sec": 12345.4}, 1.0 if numbers["loss"] > 1 else None
         )
         assert text.startswith(told)
@@ -61,10 +61,10 @@ def test_no_figure_of_the_bar_is_cut(monkeypatch):
     numbers = {"loss": 1.3, "tokens_per_sec": 12345.4} | {
         f"loss/source-{n}": n / 7 for n in range(9)
     }
-    whole = telling(numbers).split(", ")
+    whole = step_figures(numbers).split(", ")
     for columns, figures in ((80, 3), (60, 2), (50, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
-        text = fitting(telling(numbers), 900)
+        text = fitting(step_figures(numbers), 900)
         assert text.split(", ") == whole[:figures]
         bar = tqdm.format_meter(1, 900, 300.0, ncols=bar_width(), bar_format=LAYOUT, postfix=text)
         assert bar.endswith(f"74:55:00 left, {text}") and len(bar) == columns

@@ -23,6 +23,7 @@ from minitrain.training.log_probs import label_log_probs
 from minitrain.training.packing import rows
 from tests.helpers.hf_models import build
 from tests.helpers.oracle import check_close, copies
+from tests.helpers.training import logged
 
 TREE = {
     "model": {
@@ -160,7 +161,7 @@ def learn(tree: dict) -> tuple:
     losses = [trainer.step(data, step)["loss"].item() for step in range(2)]
     after = copies(trainer.model.named_parameters())
     losses.append(trainer.evaluate(data))
-    return before, after, losses, trainer.objective.metrics(trainer.total), data.reference
+    return before, after, losses, logged(trainer.objective, trainer.total), data.reference
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from minitrain.errors import InputError, refused
 # frames per second of Wan's videos
 RATE = 16
 PIPELINE_PARTS = "vae", "text_encoder", "tokenizer"
-LACKING = "needs diffusers, transformers and av: pip install 'minitrain[video]'"
+LACKING = "needs diffusers, transformers and av: pip install -e '.[video]'"
 
 
 class Encoders:

@@ -5,6 +5,7 @@ is asked for.
 """
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -98,6 +99,20 @@ ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
 
 class Word(str):
     """The value of a `key=value` word: text, or YAML, as the type of its setting has it."""
+
+
+def as_words(tree: dict, before: str = "") -> list[str]:
+    """Return the `a.b=value` words that set what a nested dict holds."""
+    words = []
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            words += as_words(value, f"{before}{key}.")
+        else:
+            text = (
+                value if isinstance(value, str | os.PathLike) else json.dumps(value, default=str)
+            )
+            words.append(f"{before}{key}={text}")
+    return words
 
 
 def apply_override(tree: dict, word: str) -> None:

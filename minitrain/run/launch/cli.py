@@ -1,4 +1,4 @@
-"""Run command lines: a mistake is one line and exit code 2, and processes end cleanly."""
+"""Run command lines: a user's mistake gives one line and exit code 2, and processes end cleanly."""
 
 import argparse
 import errno
@@ -15,16 +15,16 @@ from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import tell_torchrun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-# type, or list of choices; default, or ... where it must be given; help
+# of a command-line option: (type or list of choices, default or ... if it is required, help)
 Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """argparse's, with the docstring as it is written, and each option's default."""
+    """argparse's formatter that keeps the docstring's lines and shows defaults."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with `--debug`; its own complaints are one line too."""
+    """An argparse parser with `--debug`, whose errors are InputErrors."""
 
     def __init__(self, options: dict[str, Option] | None = None, **kwargs):
         super().__init__(formatter_class=Formatter, **kwargs)
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse words and options in any order; argparse itself takes only one run of words."""
+        """Parse words and options in any order; argparse by itself needs all words together."""
         return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -58,19 +58,19 @@ def positive(
             )
         return value
 
-    # which argparse shows for what is not a number
+    # argparse shows this name in its message for a text that is no number
     parse.__name__ = kind.__name__
     return parse
 
 
-# an argparse type: ~ is the home folder, which shells leave alone in words such as --out=~/new
+# an argparse type that expands ~, because shells do not expand it in words such as --out=~/new
 home_path = os.path.expanduser
 
 
 def config_path(text: str) -> str:
-    """Parse a config's path, as an argparse type.
+    """Return a config's path (an argparse type): a file, or one of the package's own configs.
 
-    It is a file, or else one of the package's own configs, as configs/a/b.yaml or a/b.
+    The latter may be given as configs/a/b.yaml or as a/b; existing files take precedence.
     """
     own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     path = home_path(text)
@@ -78,7 +78,7 @@ def config_path(text: str) -> str:
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """Raise InputError if the file of an option cannot be written: what fills it takes minutes."""
+    """Raise InputError if an option's file cannot be written, before minutes are spent to fill it."""
     if file is None:
         return
     path = Path(file)
@@ -86,24 +86,24 @@ def check_writable(option: str, file: str | None) -> None:
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
-            # other ranks do the same
+            # another rank may have removed it already
             path.unlink(missing_ok=True)
 
 
 def use_huge_pages() -> None:
-    """Ask for huge pages, before the first tensor.
+    """Make torch's CPU allocator use huge pages. Call before the first tensor is made.
 
     Decoding on the CPU, which reads all weights at every step, is 1.1 times as fast with them.
     """
-    # of Linux's transparent huge pages, by torch's allocator
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a command line's `main(arguments)` and exit.
 
-    The code is 0; 2 after an InputError or a failing disk, told in one line; 130 after Ctrl-C; 1
-    after all else. Where another rank has died, that is the line, not what it led to here.
+    Exit codes: 0; 2 after an InputError or an OSError, which are printed as one line; 130 after
+    Ctrl-C; 1 after other errors. If another rank has died, that is reported, not the error that it
+    caused here.
     """
     sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
     arguments = sys.argv[1:]
@@ -128,7 +128,7 @@ def run(main: Callable[[list[str]], None]) -> None:
             from minitrain.run.launch import watch
 
             watch.await_verdict(error)
-        # once this mistake is told, other ranks end this process
+        # flushed first: once the error is printed, other ranks may end this process
         sys.stdout.flush()
         if line is None or "--debug" in arguments:
             traceback.print_exc()
@@ -137,21 +137,21 @@ def run(main: Callable[[list[str]], None]) -> None:
     if group_is_up():
         from minitrain.run.launch import watch
 
-        # after an error the others are made to end too
+        # after an error this also ends the other ranks
         watch.leave(code)
         sys.stdout.flush()
         sys.stderr.flush()
-        # The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success
-        # a crash. Nor is the group destroyed: NCCL would wait for ever for a sampler's CUDA graphs,
-        # which hold kernels of its.
+        # Python's own teardown sometimes aborts after FSDP has run on gloo, which would make a
+        # success a crash. The group is not destroyed, because NCCL would wait forever for a sampler's
+        # CUDA graphs, which hold NCCL kernels
         os._exit(code)
     sys.exit(code)
 
 
 def in_one_line(error: Exception) -> str | None:
-    """Return what to tell of an error whose cause is known.
+    """Return a line for an error whose cause is known, otherwise None.
 
-    That is a mistake of the user's, or something that the machine lacks.
+    The cause is a mistake of the user's, or something that the machine lacks.
     """
     if isinstance(error, InputError | OSError):
         return str(error)
@@ -161,25 +161,24 @@ def in_one_line(error: Exception) -> str | None:
 
 
 class Display:
-    """A standard stream that goes nowhere once nobody takes what is written.
+    """A standard stream that discards what is written once nobody reads it anymore.
 
-    A pipe's reader or a terminal may have gone, or the stream may be closed from the start; the
-    results of a run are its files. Who reads gets each line at once.
-    Other failures, as of a full disk, are raised once, so that their own line can be told; those of
-    stderr never are.
+    A run's results are its files, so it continues if the reader of a pipe or the terminal is gone, or
+    the stream was closed from the start. Other failures, such as a full disk, are raised once, so
+    that they can be reported; those of stderr are never raised.
     """
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         if isinstance(stream, io.TextIOWrapper):
-            # letters that the terminal has not, in a text or a file's name; and, also under
-            # PYTHONUNBUFFERED, a line is one write: else the lines of two ranks mix
+            # escape characters that the terminal cannot show. Write whole lines, also under
+            # PYTHONUNBUFFERED, so that lines of several ranks do not mix
             stream.reconfigure(
                 errors="backslashreplace", line_buffering=True, write_through=False
             )
-            # a stream in memory has no number
+            # streams in memory have no file descriptor
             with suppress(OSError):
-                # else a pipe that its reader has let fill up is an error
+                # wait for a slow reader of a pipe instead of raising an error
                 os.set_blocking(stream.fileno(), True)
 
     def __getattr__(self, name: str):
@@ -203,7 +202,7 @@ class Display:
 
 
 def say_once(line: str) -> None:
-    """Print to stderr what several ranks may have found, such as the same mistake in the config."""
+    """Print a line to stderr on one rank, if several may have it, such as a mistake in the config."""
     if group_is_up():
         from minitrain.run.launch import watch
 
@@ -213,9 +212,6 @@ def say_once(line: str) -> None:
 
 
 def group_is_up() -> bool:
-    """Return whether this process has joined others.
-
-    It does not import torch, which takes seconds, for a command that has not needed it.
-    """
+    """Return whether this process is in a process group, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()

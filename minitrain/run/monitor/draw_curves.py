@@ -1,10 +1,10 @@
-"""Draw the curves of runs, whose numbers stand in metrics.jsonl, as one SVG file."""
+"""Draw the curves of runs from their metrics.jsonl as one SVG file."""
 
 from itertools import chain, cycle
 
 from minitrain.run.monitor import svg
 
-# titles, and the keys of metrics.jsonl that are drawn
+# title of a panel -> the keys of metrics.jsonl that it shows
 PANELS = {
     "loss; dots: validation": ("loss", "val_loss"),
     "validation (bits per byte)": ("val_bits_per_byte",),
@@ -13,17 +13,17 @@ PANELS = {
     "learning rate": ("lr",),
     "tokens/s": ("tokens_per_sec",),
 }
-# of a panel, in pixels
+# size of a panel in pixels
 PICTURE_WIDTH = 460
 HEIGHT = 220
-# of a longer run every n-th step is drawn
+# of longer runs, only every n-th step is drawn
 MOST_POINTS = 2000
 
 
 def curves(runs: dict[str, list[dict]]) -> str:
-    """Return an SVG file of the PANELS that any run has numbers for, over steps, one color a run.
+    """Return an SVG file of those PANELS for which some run has numbers, with one color per run.
 
-    runs: the lines of each run's metrics.jsonl.
+    runs: name -> lines of its metrics.jsonl.
     """
     colors = dict(zip(runs, cycle(svg.COLORS), strict=False))
     body = svg.legend(colors, 60, 10)
@@ -35,7 +35,7 @@ def curves(runs: dict[str, list[dict]]) -> str:
             panels.append((title, found))
     for number, (title, found) in enumerate(panels):
         row, column = divmod(number, 2)
-        # two in a row; an odd one at the end has the row for itself
+        # two panels per row; the last of an odd number fills its row
         width = PICTURE_WIDTH * (2 if column == 0 and number == len(panels) - 1 else 1)
         left = PICTURE_WIDTH * column
         body += panel(title, found, colors, left, top + HEIGHT * row, width)
@@ -45,18 +45,18 @@ def curves(runs: dict[str, list[dict]]) -> str:
 
 
 def points(lines: list[dict], key: str) -> list:
-    """Return (step, value) of the lines that have a number for `key`: a skipped step's is null."""
+    """Return (step, value) of the lines that have a number for `key`; skipped steps have null."""
     found = [
         (line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)
     ]
-    # the last one is always drawn
+    # counted from the end, so that the last point is always drawn
     return found[:: -(len(found) // MOST_POINTS + 1)][::-1]
 
 
 def panel(
     title: str, found: dict, colors: dict[str, str], left: float, above: float, width: float
 ) -> str:
-    """Draw the points of each (run, key) as a line, with dots for validation."""
+    """Draw the points of each (run, key) as a line; those of a validation also as dots."""
     steps, values = zip(*chain(*found.values()), strict=True)
     x = svg.make_axis(steps, left + 60, left + width - 10)
     y = svg.make_axis(values, above + HEIGHT - 40, above + 25)

@@ -1,4 +1,4 @@
-"""Training on the rows of a dataset, as all tasks but grpo do."""
+"""Train on the rows of a dataset, as a `Task`: all tasks except grpo."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +26,7 @@ from minitrain.training.loop import training_steps
 
 
 class RowsTask:
-    """This rank's part of a run on rows; its attributes and methods are those of a task."""
+    """A run that trains on rows, as a Task (task.py)."""
 
     updates = 1
 
@@ -45,7 +45,7 @@ class RowsTask:
         )
         self.wait = self.checkpointer.wait
         self.trainer = make_trainer(config, meshes)
-        # before a checkpoint is read
+        # must come before a checkpoint is loaded
         self.trainer.prepare(self.data, config.steps)
         if config.validation.every:
             self.trainer.prepare(self.held_out, config.validation.batches)
@@ -55,7 +55,7 @@ class RowsTask:
         return self.first
 
     def about(self) -> Iterator[str]:
-        # a checkpoint may hold averages that are asked for no more, or lack them
+        # a checkpoint may lack averages of the weights, or hold some that are no longer wanted
         if self.first:
             from minitrain.training.ema import check_averages
 
@@ -66,18 +66,20 @@ class RowsTask:
         if self.config.data.kind in TOYS and not self.first:
             yield self.draw("before.png")
 
-    def steps(self, first: int) -> Iterator[dict[str, float]]:
-        return training_steps(self.trainer, self.data, first, self.last.get("tokens", 0))
+    def steps(
+        self, first: int, stays: Callable[[int], bool] = lambda step: True
+    ) -> Iterator[dict[str, float]]:
+        return training_steps(self.trainer, self.data, first, self.last.get("tokens", 0), stays)
 
     def origin(self, step: int) -> str:
         return batch_origin(self.data, self.config.batch.global_, step)
 
     def save(self, numbers: dict[str, float]) -> None:
-        # `minitrain export` knows it without the data
+        # `minitrain export` needs `asks`, but does not open the data
         save_step(self.checkpointer, numbers, self.trainer, asks=self.asks)
 
     def finish(self, numbers: dict[str, float], stopping: Callable[[], str]) -> bool:
-        """Add the loss on held-out data, and after the last step the exact matches."""
+        """Add the loss on held-out data if it is due, and the exact matches after the last step."""
         config = self.config
         step = numbers["step"]
         if config.validation.every and is_due(step, config.validation.every, config.steps):
@@ -86,6 +88,8 @@ class RowsTask:
             if loss is None:
                 return False
             numbers["val_loss"] = loss
+            if hasattr(self.trainer.objective, "held_out"):
+                numbers |= self.trainer.objective.held_out(self.trainer.total)
             if self.bytes_per_token:
                 numbers["val_bits_per_byte"] = bits_per_byte(loss, self.bytes_per_token)
         if step == config.steps and config.validation.exact_match:
@@ -103,7 +107,7 @@ class RowsTask:
             export(self.trainer, self.config, self.folder, self.asks)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Put the averages of the weights, where optim.ema keeps them, in the weights' place."""
+        """Replace the weights by their averages inside a `with` statement, if optim.ema keeps them."""
         if not self.config.optim.ema:
             return nullcontext()
         from minitrain.training.ema import averaged_weights
@@ -111,7 +115,7 @@ class RowsTask:
         return averaged_weights(self.trainer.model, self.trainer.optimizer)
 
     def draw(self, name: str) -> str:
-        """Draw what the model makes of the toy world. All ranks draw, and one writes the file."""
+        """Draw the model's videos of the toy world. All ranks generate; rank 0 writes the file."""
         from minitrain.run.tasks.draw_videos import draw_world
 
         kind = self.config.data.kind

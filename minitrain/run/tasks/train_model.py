@@ -1,4 +1,4 @@
-"""Train a model, from a config to what it exports: what python -m minitrain.train does."""
+"""Train a model from a config to its export, as python -m minitrain.train does."""
 
 from contextlib import closing
 from itertools import count, filterfalse
@@ -31,7 +31,7 @@ from minitrain.training.optim import warmup_steps
 
 
 def train(config: Config) -> None:
-    """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
+    """Train as the config says; continue from the newest checkpoint in out_dir, if there is one."""
     check_layout(config, world_size())
     config = with_ids_of_data(config)
     if config.model.path or (config.lora and config.lora.path):
@@ -57,13 +57,13 @@ def train(config: Config) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """Raise InputError if files to start from are missing, or are of another tokenizer."""
+    """Raise InputError if the model to start from is incomplete, or has another tokenizer."""
     from minitrain.data.tokenizer import check_same_ids
     from minitrain.formats.hf import find_weights
 
     path = config.model.path
     if path:
-        # Missing weights are reported before room is made for them.
+        # report missing weights before memory is allocated
         find_weights(config.model.config, path)
     for source in filter(None, (path, config.lora and config.lora.path)):
         if has_tokenizer(config):
@@ -71,10 +71,10 @@ def check_sources(config: Config) -> None:
 
 
 def open_log(task: Task) -> MetricsLog:
-    """Open the log of a run, which goes on after step `task.first`, and tell what is special.
+    """Open the log of a run that continues after step `task.first`, and print notes on the run.
 
-    Stores settings as config.yaml and what `check_continuation` compares, which raises InputError
-    if it is not the same data. All ranks call it together.
+    Also writes config.yaml and fingerprint.json. Raises InputError if a run that continues has other
+    data. All ranks call it.
     """
     config = task.config
     folder = task.folder
@@ -98,7 +98,7 @@ def open_log(task: Task) -> MetricsLog:
 
 
 def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> None:
-    """Add what metrics.* asks for besides metrics.jsonl."""
+    """Add TensorBoard and the user's logger, if metrics.* says so."""
     if log.enabled and config.metrics.tensorboard:
         from minitrain.run.monitor.tensorboard import Board
 
@@ -112,7 +112,7 @@ def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> No
 
 
 def notes_on_settings(config: Config, first: int) -> list[str]:
-    """Return what a user may not expect of these settings, for a run that begins after `first`."""
+    """Return notes on effects of these settings that may surprise. first: steps that are done."""
     shape = config.model.config
     notes = list(unread(config))
     if config.lora:
@@ -142,7 +142,7 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
 
 
 def keep_earlier(folder: Path) -> list[str]:
-    """Rename what a run without a checkpoint has left in `folder`. Returns what to tell."""
+    """Rename files that an earlier run without a checkpoint has left in `folder`; return notes."""
     notes = []
     for path in (folder / "metrics.jsonl", folder / "rollouts"):
         if path.exists() and path.stat().st_size:
