@@ -138,10 +138,10 @@ def save_pretrained(
     `original_names`, for Wan's own code. With `fp8` the blocks' matrices are e4m3 with a scale for
     each 128 x 128, in the layout of DeepSeek-V3's files, for families that have such. An older
     checkpoint in the folder is replaced, with its generation_config.json; its tokenizer too if one
-    is given, as from minitrain.load_tokenizer; other files stay. A model of family `minitrain` is for
-    `load_pretrained` alone. Raises InputError for a config that another family's architecture in
-    transformers cannot express, for a model that is sharded or has adapters, and for a folder that
-    has some.
+    is given, as from minitrain.load_tokenizer; other files stay. A model of family `minitrain` is
+    for `load_pretrained` alone. Raises InputError for a config that another family's architecture
+    in transformers cannot express, for a model that is sharded or has adapters, and for a folder
+    that has some.
     """
     tensors = model.state_dict()
     if any(map(is_adapter, tensors)):

@@ -184,7 +184,7 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8Experts(Experts):
-    """Experts whose products are in FP8; in the form `tensor` only one. Attributes: see `Fp8Linear`."""
+    """Experts whose products are in FP8; in the form `tensor` only one. See `Fp8Linear`."""
 
     def _product(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
         # x: [rows, in], sorted by expert
@@ -294,13 +294,12 @@ class Fp8Products(torch.autograd.Function):
                 dx = term if dx is None else dx + term
         if any(ctx.need_weights):
             if one_scale(form):
-                turned = turn_one_scale(ctx, x8, grads8)
-            else:
-                turned = x8, [quantize_turned(grad, form.gradient, form) for grad in grads]
-            # [in, tokens], and pairs of [out, tokens] and its inverse scales
-            x8, grads8 = turned
-            for n, (grad8, grad_inverse) in enumerate(grads8):
+                # [in, tokens]
+                x8 = turned_input(ctx, x8, grads8[0][1])
+            for n, grad in enumerate(grads):
                 if ctx.need_weights[n]:
+                    # [out, tokens]
+                    grad8, grad_inverse = turned_gradient(ctx, grad, *grads8[n])
                     dw = multiply(
                         grad8, x8.t(), grad_inverse, x_inverse, ctx.dtypes[1 + n], ctx.fast
                     )
@@ -313,20 +312,31 @@ def one_scale(form: Form) -> bool:
     return form.block == WHOLE
 
 
-def turn_one_scale(ctx, x8: Tensor, grads8: list[tuple]) -> tuple[Tensor, list[tuple]]:
-    """Transpose x8 [tokens, in] and FP8 gradients [tokens, out] of `Fp8Products`.
+def turned_input(ctx, x8: Tensor, grad_inverse: Tensor) -> Tensor:
+    """Return x8 [tokens, in] of one scale as [in, tokens], padded with zeros to whole blocks.
 
-    The tokens are padded with zeros: FP8 units sum over multiples of 16.
+    ctx: of `Fp8Products`. grad_inverse: see `wait_for_gradient`.
     """
-    tokens = len(x8) + -len(x8) % FORMS[ctx.form].multiple
-    # [in, tokens]
-    x8 = wait_for_gradient(grads8[0][1], pad_rows(x8, tokens, ctx.rows_known))
-    x8 = transposed(x8) if ctx.reads_norm else x8.t().contiguous()
-    # [out, tokens]
-    return x8, [
-        (pad_rows(grad8, tokens, ctx.rows_known).t().contiguous(), inverse)
-        for grad8, inverse in grads8
-    ]
+    padded = pad_rows(x8, padded_tokens(ctx, x8), ctx.rows_known)
+    x8 = wait_for_gradient(grad_inverse, padded)
+    return transposed(x8) if ctx.reads_norm else x8.t().contiguous()
+
+
+def turned_gradient(ctx, grad: Tensor, grad8: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a gradient in FP8 as [out, tokens], padded with zeros, and its inverse scales.
+
+    ctx: of `Fp8Products`. grad, grad8: [tokens, out]; inverse: of grad8.
+    """
+    form = FORMS[ctx.form]
+    if not one_scale(form):
+        return quantize_turned(grad, form.gradient, form)
+    padded = pad_rows(grad8, padded_tokens(ctx, grad8), ctx.rows_known)
+    return padded.t().contiguous(), inverse
+
+
+def padded_tokens(ctx, x8: Tensor) -> int:
+    """Return the number of tokens, rounded up: FP8 units sum over multiples of 16."""
+    return len(x8) + -len(x8) % FORMS[ctx.form].multiple
 
 
 def turned_weight(

@@ -15,7 +15,7 @@ from minitrain.formats.hf import load_weights, read_config, save_pretrained
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import Fp8Linear, in_fp8
 from minitrain.models.fp8 import to_fp8 as multiply_in_fp8
-from minitrain.models.quantize import dequantize
+from minitrain.models.quantize import dequantize, quantize
 from tests.helpers.hf_models import (
     CONFIGS,
     HYBRID_CONFIGS,
@@ -217,6 +217,15 @@ def test_fp8_blocks(fp8):
 def test_mxfp4(mxfp4):
     quantised, plain = mxfp4
     assert_same_weights(load_pretrained(quantised), load_pretrained(plain))
+
+
+def test_mxfp4_is_multiplied_as_it_is_in_blocks_of_32(mxfp4):
+    """By fp8.form=mx: e4m3 holds all of e2m1's values, and blocks begin where the file's do."""
+    for block in load_pretrained(mxfp4[0]).blocks:
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(block.mlp.experts, name).detach().float()
+            rounded = quantize(weight, torch.float8_e4m3fn, (1, 32))
+            assert torch.equal(dequantize(*rounded, torch.float32, (1, 32)), weight)
 
 
 def test_mxfp4_by_the_table(mxfp4):
