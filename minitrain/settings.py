@@ -67,8 +67,8 @@ class Data:
     over_long: Literal["truncate", "drop"] = "truncate"
     # whether chats share rows; null: they do. Mock chats that do are as long as SQuAD's
     packed: bool | None = None
-    # "bytes", a tokenizer.json, or a folder that holds one; for kind=tokens it is only saved with
-    # the model
+    # "bytes", a tokenizer.json, or a folder that holds one; unset, that of the folder that training
+    # starts from, if it has one; for kind=tokens it is only saved with the model
     tokenizer: str = "bytes"
     # type of the tokens in raw .bin files (.npy files say theirs)
     token_dtype: Literal["uint16", "uint32"] = "uint16"
@@ -200,6 +200,8 @@ class Checkpoint:
     every: int = number(0, 0)  # steps between two checkpoints; 0: only by time and at the end
     minutes: float = number(10.0, 0)  # minutes between two checkpoints; 0: not by time
     keep: int = number(2, 1)  # how many of the newest checkpoints stay on disk
+    # write and keep that of the best validation too: minitrain export --step best makes a model
+    best: bool = False
     asynchronous: bool = False  # go on training while a checkpoint is written
     resume: bool = True  # continue from the newest complete checkpoint under out_dir, if any
 
@@ -259,6 +261,15 @@ class GRPO:
     # exact, math, math_verify (symbolic, slower; pip install -e '.[math]'), or your own function as
     # package.module:name (see grpo/rewards.py)
     reward: str = "exact"
+    # what replies are sent to in place of a reward, package.module:Class (see grpo/environments.py)
+    environment: str = ""
+    turns: int = number(8, 1, 1 << 16)  # most replies of a sample to its environment
+    # most seconds of a sample's environment, all its calls together
+    environment_seconds: float = number(60.0, 0.001, 1e6)
+    # an environment that fails, or takes longer, ends the run, or its sample with the reward 0
+    environment_failure: Literal["stop", "zero"] = "stop"
+    # seconds that decoding waits for answers, until one takes longer: then others go on meanwhile
+    environment_wait: float = number(0.1, 0, 1e6)
     # key of the prompt in the lines of data.path; default: the first usual name in a line
     # (data/chat/problems.py)
     prompt_key: str = ""

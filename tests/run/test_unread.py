@@ -10,8 +10,8 @@ from minitrain.bench.rows import load_row, row_trees
 from minitrain.commands import bench
 from minitrain.data.datasets import open_dataset
 from minitrain.run.config import load as configs
+from minitrain.run.config.recipes import CONFIGS
 from minitrain.run.config.unread import READERS, unread
-from minitrain.run.launch.cli import CONFIGS
 from minitrain.run.launch.start import fill_weights, start
 from minitrain.settings import Config, Lora, Source
 from minitrain.training.loop import Trainer

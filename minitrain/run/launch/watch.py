@@ -6,8 +6,8 @@ of them. All ranks stop after the same step, the current or the next one. They w
 skip validation (except GRPO's) and the export, and exit with code 0. A second SIGINT ends the process
 immediately. A signal that is ignored from the start stays ignored, such as SIGHUP under nohup.
 torchrun passes signals on, kills remaining ranks after 30 seconds (`--shutdown-timeout`, from torch
-2.13 on), and itself exits with code 1. Before the first step and after the last one a signal ends the
-run immediately, because there is nothing to save.
+2.13 on), and itself exits with code 1. Before the first step, while torch compiles the first step, and
+after the last one a signal ends the run immediately, because there is nothing to save (interrupts.py).
 
 Dead ranks: the kernel closes the connections of a process that dies, however it dies, but not those
 of a process that is merely slow. So every rank holds an idle connection to rank 0. If it closes
@@ -25,36 +25,37 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
+from types import FrameType
 
 import torch.distributed as dist
 
 from minitrain.parallel.agreement import broadcast, broadcast_flag
 from minitrain.run.config.environment import tell_torchrun
+from minitrain.run.launch.interrupts import STOPS, Stopped, above, compiles, stop
 from minitrain.run.launch.rendezvous import default_store
 
 # probe after 10 idle seconds, then every 5 seconds, at most 3 times
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# after a failed collective, a rank waits so many seconds for the news that another rank has died
+# seconds that a rank waits after a failed collective, to hear whether another rank has died
 VERDICT = 10.0
-# after an error, rank 0, which holds the store, waits so many seconds for the others to end
+# seconds that rank 0, which holds the store, waits after an error for the others to end
 FAREWELL = 5.0
 
-STOPS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+FIRST_SIGINT = b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n"
 # the signals that this process has received
 _signals: list[int] = []
 
 # --- signals
+
+
+def while_compiling(number: int, step: str) -> str:
+    """Return the line for a signal that ends a run while it compiles a step."""
+    return f"{signal.Signals(number).name}: ended while torch.compile was at work on the {step}"
 
 
 @contextmanager
@@ -71,22 +72,26 @@ def until_signal() -> Iterator[Callable[[], str]]:
     # torchrun repeats a SIGINT that the terminal sends to all processes: ignore it within a second
     echo = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
     interrupted = 0.0
+    step_done = False
 
-    def note(number: int, _) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
-        line = b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n"
+        if not step_done and compiles(above(frame)):
+            stop(number, line=while_compiling(number, "first step"))
         if number == signal.SIGINT and not interrupted:
             interrupted = time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 # not `print`, because the signal may have interrupted one
                 with suppress(OSError):
-                    os.write(2, line)
+                    os.write(2, FIRST_SIGINT)
         elif number == signal.SIGINT and time.monotonic() > interrupted + echo:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         _signals.append(number)
 
     def stopping() -> str:
+        nonlocal step_done
+        step_done = True
         number = next(iter(_signals), 0)
         # torchrun, which holds the store, may have died from the same signal
         with suppress(RuntimeError):
@@ -105,6 +110,11 @@ def until_signal() -> Iterator[Callable[[], str]]:
     }
     try:
         yield stopping
+    except Exception as error:
+        # Ctrl-C also interrupts the compiler's subprocesses, which makes compilation fail
+        if _signals and compiles(frame for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise Stopped(_signals[0], while_compiling(_signals[0], "step")) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,8 @@
 """Train a model from a config to its export, as python -m minitrain.train does."""
 
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import count, filterfalse
 from pathlib import Path
 
@@ -14,17 +16,17 @@ from minitrain.run.checkpoint.checkpointer import saved_despite_errors
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.checkpoint.fingerprint import check_continuation
 from minitrain.run.config.config_yaml import to_yaml
-from minitrain.run.config.environment import world_size
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import to_dict
 from minitrain.run.config.unread import unread
-from minitrain.run.launch.failures import rank, record_flights, recorded
+from minitrain.run.launch.failures import record_flights, recorded
 from minitrain.run.launch.lock import locked
 from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
-from minitrain.run.tasks.rows_task import RowsTask
+from minitrain.run.tasks.rows_task import RowsTask, open_rows
 from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
 from minitrain.training.optim import warmup_steps
@@ -38,22 +40,28 @@ def train(config: Config) -> None:
         check_sources(config)
     folder = Path(config.out_dir)
     check_free_of_others(config, folder)
+    if rank() == 0:
+        print(opening(config, world_size()), flush=True)
+    # report mistakes in the data before a folder is made, and even while another run holds the lock
+    make_task = open_task(config)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if pick_device(config.device).type == "cuda":
         record_flights(folder)
-    if rank() == 0:
-        print(opening(config, world_size()), flush=True)
     with locked(folder, leads=rank() == 0), recorded(folder):
-        if config.task == "grpo":
-            from minitrain.run.tasks.grpo_task import GrpoTask
-
-            task = GrpoTask(config, folder)
-        else:
-            task = RowsTask(config, folder)
+        task = make_task(folder)
         task.begin()
         with closing(open_log(task)) as log, saved_despite_errors(task.wait):
             run_task(task, log)
+
+
+def open_task(config: Config) -> Callable[[Path], Task]:
+    """Open a run's data; return a function that makes its task in a folder. Raises InputError."""
+    if config.task == "grpo":
+        from minitrain.run.tasks.grpo_task import GrpoTask, open_policy_data
+
+        return partial(GrpoTask, config, opened=open_policy_data(config))
+    return partial(RowsTask, open_rows(config))
 
 
 def check_sources(config: Config) -> None:
@@ -108,7 +116,10 @@ def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> No
     if name := config.metrics.logger:
         from minitrain.grpo.rewards import load_function
 
-        log.loggers.append(load_function(f"metrics.logger={name!r}", name, {"numbers": {}}))
+        logger = load_function(f"metrics.logger={name!r}", name, {"numbers": {}})
+        log.loggers.append(logger)
+        if log.enabled and hasattr(logger, "close"):
+            log.closers.append(logger.close)
 
 
 def notes_on_settings(config: Config, first: int) -> list[str]:
