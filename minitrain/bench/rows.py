@@ -55,6 +55,10 @@ REFERENCE = {
     "mean_response": float,
     "responses": int,
     "generation_tp": int,
+    # of GRPO with drafts by multi-token prediction: how many are made at once, and the share of them
+    # that is accepted if those before are
+    "drafts": int,
+    "acceptance": float,
     # how to predict the published run, see RECIPE
     "recipe": dict,
     # overrides that give our fastest layout; "ours" in a config to which they are applied
@@ -114,6 +118,10 @@ def read_reference(reference: dict, where: str = "reference") -> dict:
     missing = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"} - found.keys()
     if "mean_response" in found and missing:
         raise InputError(f"{where}.mean_response needs {where}.{min(missing)} too")
+    if ("drafts" in found) != ("acceptance" in found) or found.get("acceptance", 0) > 1:
+        raise InputError(
+            f"{where} needs both drafts and acceptance, a share of at most 1, or none"
+        )
     if "recipe" in found:
         for key in found["recipe"]:
             check_known(key, RECIPE, f"{where}.recipe")

@@ -345,7 +345,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         kinds = ("full_attention", "sliding_attention")
         layers = range(config.num_layers)
         optional["layer_types"] = [kinds[config.windowed(layer)] for layer in layers]
-    if family.depth_of and config.num_nextn_predict_layers:
+    if family.depth_of:
         optional[DEPTHS] = config.num_nextn_predict_layers
     # null would be read as the family's default
     no_scaling = dict(rope_type="default") if family.rope else None

@@ -5,7 +5,9 @@
                 samples, at the share of the bandwidth that decoding kernels reach, and all-reduces
                 over tensor-parallel ranks. Response lengths are log-normal with the published mean,
                 cut off at the limit, so that the longest samples decode almost alone. If there are
-                more samples than rollout.slots, rounds of that many follow each other
+                more samples than rollout.slots, rounds of that many follow each other. With drafts
+                in `reference`, a step computes them, too, and a layer for each, and yields as many
+                tokens as their acceptance says
     log-probs   one forward pass of the old policy if there is more than one update, and one of the
                 reference
     training    the simulated optimizer step, with fully packed rows
@@ -181,6 +183,9 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
     turns = 1 if stack else math.ceil(samples / config.rollout.slots)
     seconds = 0.0
     step = max(1, rollouts.limit // 256)
+    drafts = config.reference.get("drafts", 0)
+    # tokens of a pass: drafts count until one is wrong
+    accepted = sum(config.reference.get("acceptance", 0.0) ** i for i in range(drafts + 1))
     far = stack.far_step if stack and tp > system.domain else 0.0
     for position in range(0, rollouts.limit, step):
         # samples that are unfinished at this position
@@ -189,19 +194,41 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
         if left < 0.5 and position:
             break
         context = rollouts.prompt + position
-        seconds += (
-            turns
-            * step
-            * (decoding_seconds(system, model, reads, max(left, 1.0), context, tp) + far)
+        pass_seconds = decoding_seconds(
+            system, model, reads, max(left, 1.0), context, tp, drafts + 1
         )
+        if drafts:
+            pass_seconds += drafts * draft_seconds(system, model, max(left, 1.0), context, tp)
+        seconds += turns * step / accepted * (pass_seconds + far)
     return seconds
 
 
-def decoding_seconds(
-    system: System, model: DecoderConfig, reads: Reads, samples: float, context: float, tp: int
+def draft_seconds(
+    system: System, model: DecoderConfig, samples: float, context: float, tp: int
 ) -> float:
-    """Return the seconds of a decoding step of `samples` with `context` cached tokens each."""
-    weights, caches = bytes_read(reads, model, samples, context, tp)
+    """Return the seconds of a draft by a layer of multi-token prediction, in the step of the model.
+
+    Its projection of hidden states and embeddings is left out.
+    """
+    layer = replace(model, num_layers=1, layer_pattern="", first_k_dense_replace=0)
+    prepared = replace(system, decode_step=0.0)
+    return decoding_seconds(prepared, layer, model_reads(layer), samples, context, tp)
+
+
+def decoding_seconds(
+    system: System,
+    model: DecoderConfig,
+    reads: Reads,
+    samples: float,
+    context: float,
+    tp: int,
+    together: int = 1,
+) -> float:
+    """Return the seconds of a decoding step of `samples` with `context` cached tokens each.
+
+    together: see `bytes_read`.
+    """
+    weights, caches = bytes_read(reads, model, samples, context, tp, together)
     # within an NVLink domain an all-reduce is a single kernel, with half of the latency
     exchange = system.latency / 2 if tp <= system.domain else system.far_latency
     exchanges = 2 * model.num_layers * exchange if tp > 1 else 0.0

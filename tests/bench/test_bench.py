@@ -137,6 +137,8 @@ def test_no_reference_no_ratio():
         ("tflops_per_gpu: 0", r"reference\.tflops_per_gpu=0 must be a number above 0"),
         ("gpus: null", r"reference\.gpus must be a whole number, not NoneType None"),
         ("mean_response: 8, gpus: 1", "reference.mean_response needs reference.step_time_s too"),
+        ("drafts: 1", "reference needs both drafts and acceptance"),
+        ("drafts: 1, acceptance: 1.5", "acceptance, a share of at most 1"),
         ("system: 200", r"reference\.system must be text, not int 200"),
         ("changed: 5", r"reference\.changed must be a list, not int 5"),
         ("recipe: nemo-rl", "reference.recipe must be a mapping, not str 'nemo-rl'"),

@@ -25,6 +25,7 @@ from minitrain.run.config.layout_checks import (
     unused_pipeline_faults,
 )
 from minitrain.settings import Config
+from minitrain.training.mtp_loss import trains_further
 from minitrain.training.sigmas import check_diffusion
 
 VIDEOS = ("latents", "shapes")
@@ -299,6 +300,11 @@ def _language_faults(c: Config) -> Faults:
     model = c.model.config
     check_family(model)
     kind = c.data.kind
+    yield (
+        c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
+        f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "
+        f"(use aggregation=token, or mtp_weight=0)",
+    )
     yield (
         c.batch.seq_len > model.max_position_embeddings,
         f"batch.seq_len={c.batch.seq_len} exceeds the model's "

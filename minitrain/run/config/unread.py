@@ -37,6 +37,7 @@ PROBLEMS = Reader(
 )
 VALIDATION = Reader("validation.every", lambda c: c.validation.every)
 CORRECTION = Reader("grpo.importance", lambda c: c.grpo.importance != "none")
+ENVIRONMENT = Reader("grpo.environment", lambda c: c.grpo.environment)
 NORMAL = Reader(
     "diffusion.sampling=logit_normal or mixed",
     lambda c: c.diffusion.sampling in ("logit_normal", "mixed"),
@@ -49,6 +50,10 @@ READERS: dict[str, Reader] = {
     "dpo": Reader("task=dpo", lambda c: c.task == "dpo"),
     "grpo": Reader("task=grpo", lambda c: c.task == "grpo"),
     "rollout": Reader("task=grpo", lambda c: c.task == "grpo"),
+    "mtp_weight": Reader(
+        "models with num_nextn_predict_layers, except task=dpo",
+        lambda c: c.task != "dpo" and getattr(c.model.config, "num_nextn_predict_layers", 0),
+    ),
     "fp8": Reader("precision=fp8", lambda c: c.precision == "fp8"),
     "steps": Reader("epochs=0", lambda c: not c.epochs),
     "data.size": Reader("mock videos", lambda c: c.task == "diffusion" and c.data.kind == "mock"),
@@ -88,6 +93,11 @@ READERS: dict[str, Reader] = {
     "diffusion.uniform_share": Reader(
         "diffusion.sampling=mixed", lambda c: c.diffusion.sampling == "mixed"
     ),
+    "grpo.reward": Reader("no grpo.environment", lambda c: not c.grpo.environment),
+    "grpo.turns": ENVIRONMENT,
+    "grpo.environment_seconds": ENVIRONMENT,
+    "grpo.environment_failure": ENVIRONMENT,
+    "grpo.environment_wait": ENVIRONMENT,
     "grpo.prompt_key": PROBLEMS,
     "grpo.answer_key": PROBLEMS,
     "grpo.mock_digits": Reader("data.kind=mock", lambda c: c.data.kind == "mock"),

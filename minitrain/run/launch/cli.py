@@ -33,6 +33,7 @@ OF_COMMAND = {
         ", for task=pretrain": " (leave --chat out)",
         ", for task=dpo": ", and evaluate has no use for pairs",
     },
+    "generate": {"data.kind=text reads texts": "lines of text stand in a file of another ending"},
     "tokenize": {
         "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
     },
@@ -124,7 +125,7 @@ def in_options(command: str) -> Iterator[None]:
         if command not in OF_COMMAND:
             raise
         message = str(error)
-        for words, own in (IN_OPTIONS | OF_COMMAND[command]).items():
+        for words, own in (OF_COMMAND[command] | IN_OPTIONS).items():
             message = message.replace(words, own)
         raise InputError(message) from error
 
