@@ -51,7 +51,7 @@ class PolicyData(NamedTuple):
     tokenizer: Tokenizer
     # tokens that end a response
     ends: tuple[int, ...]
-    # with grpo.environment: what makes an environment, and what makes a dialog with it
+    # functions that make an environment and a dialog with it; None without grpo.environment
     talk: tuple[Callable, Callable] | None
     # a line on how often training goes over the problems
     amount: str
