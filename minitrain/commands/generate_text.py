@@ -24,14 +24,16 @@ from minitrain.data.chat.problems import read_question
 from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
 from minitrain.errors import InputError, hub_hint, located, refuse, refused
-from minitrain.formats.hf import read_config
+from minitrain.formats.hf import load_pretrained, read_config
 from minitrain.formats.peft import load_merged
 from minitrain.models.wan_config import WanConfig
+from minitrain.rollout.drafting import SAME_IDS, check_draft
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.run.launch import cli
 from minitrain.run.launch.start import pick_device
+from minitrain.settings import Rollout
 
 
 def generate_text(options: Namespace) -> None:
@@ -45,6 +47,10 @@ def generate_text(options: Namespace) -> None:
         )
     source = options.tokenizer or tokenizer_folder(options.model, options.adapter)
     check_same_ids(source, options.model, "--tokenizer ")
+    if options.draft:
+        with located(f"--draft {options.draft}"):
+            check_draft(config, read_config(options.draft))
+            check_same_ids(source, options.draft, "", SAME_IDS)
     tokenizer = load_tokenizer(source)
     template = choose_template("auto", tokenizer) if options.chat else None
     replied = template and end_of_reply(template, tokenizer)
@@ -63,8 +69,11 @@ def generate_text(options: Namespace) -> None:
     # of a conversation nobody knows the length
     longest = max(map(len, prompts)) + options.max_tokens if prompts else None
     samples = options.n * max(1, len(prompts))
-    model = load_merged(options.model, options.adapter, device=pick_device(options.device))
-    sampler = Sampler(model, tokenizer, samples=samples, longest=longest)
+    device = pick_device(options.device)
+    model = load_merged(options.model, options.adapter, device=device)
+    draft = load_pretrained(options.draft, device=device) if options.draft else None
+    settings = Rollout(draft_tokens=options.draft_tokens)
+    sampler = Sampler(model, tokenizer, settings, samples, longest, draft)
     if options.prompts:
         write_answers(options, lines, sampler.generate_text(prompts, params))
     elif prompts:
@@ -201,8 +210,8 @@ def show(sampler: Sampler, samples: list[Sample], prompt: str) -> str:
 
 
 def check_folders(options: Namespace) -> None:
-    """Raise InputError where --model or --adapter names no folder."""
-    for name in ("model", "adapter"):
+    """Raise InputError where an option names no folder."""
+    for name in ("model", "adapter", "draft"):
         if (folder := getattr(options, name)) and not Path(folder).is_dir():
             hint = (
                 hub_hint(folder, f"--{name} ")

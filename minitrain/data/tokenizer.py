@@ -292,11 +292,13 @@ def tokenizer_folder(model: str | Path, adapter: str | Path | None) -> str | Pat
     return adapter if adapter and Path(adapter, "tokenizer.json").exists() else model
 
 
-def check_same_ids(name_or_path: str | Path, folder: str | Path, option: str) -> None:
+def check_same_ids(
+    name_or_path: str | Path, folder: str | Path, option: str, use: str = ""
+) -> None:
     """Raise InputError if a tokenizer's ids are other tokens in the tokenizer of a model's folder.
 
     Either may have more tokens, and the folder none. option: the words before the tokenizer's name
-    on a command line.
+    on a command line. use: what to use instead, by default the folder's.
     """
     file = Path(folder, "tokenizer.json")
     if not file.exists() or ((own := tokenizer_file(name_or_path)) and own.samefile(file)):
@@ -305,7 +307,8 @@ def check_same_ids(name_or_path: str | Path, folder: str | Path, option: str) ->
     count = sum(theirs.get(number, text) != text for number, text in ours.items())
     if count:
         told = f"{option}{name_or_path}: {count:,} of {len(ours):,} ids are other tokens"
-        raise InputError(f"{told} in {folder}/tokenizer.json (use {option}{folder})")
+        use = use or f"{option}{folder}"
+        raise InputError(f"{told} in {folder}/tokenizer.json (use {use})")
 
 
 def check_free_of_tokenizer(folder: str | Path) -> None:

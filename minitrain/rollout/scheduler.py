@@ -57,10 +57,17 @@ class Sample(CacheEntry):
     produced: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    # guesses of the next tokens (drafting.py), if any
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.produced
+
+    def newest(self, width: int) -> list[int]:
+        """Return the newest token, and width - 1 drafts of those after it, 0 where there are none."""
+        known = [(self.produced or self.prompt)[-1], *self.drafts]
+        return known + [0] * (width - len(known))
 
 
 @dataclass(eq=False)
@@ -101,14 +108,18 @@ class Scheduler:
     rows: samples decoded at once. chunk: prompt tokens computed at once.
     steps: most decoding steps in one schedule.
     reuse: match new prompts against cached prefixes; impossible where layers have states.
+    width: the most tokens that a step adds to a sample.
     """
 
-    def __init__(self, pages: Pages, rows: int, chunk: int, steps: int, reuse: bool = True):
+    def __init__(
+        self, pages: Pages, rows: int, chunk: int, steps: int, reuse: bool = True, width: int = 1
+    ):
         self.pages = pages
         self.rows = rows
         self.chunk = chunk
         self.steps = steps
         self.reuse = reuse
+        self.width = width
         self.waiting: list[Prefill] = []
         self.resident: list[Prefill] = []
         self.running: list[Sample] = []
@@ -308,8 +319,8 @@ class Scheduler:
             self.waiting.remove(prefill)
 
     def _grow(self, sample: Sample) -> bool:
-        """Allocate pages for a sample's next `steps` tokens. Return False if too few are left."""
-        tokens = min(sample.cached + self.steps, sample.limit - 1)
+        """Allocate pages for a sample's next `steps` steps. Return False if too few are left."""
+        tokens = min(sample.cached + self.steps * self.width, sample.limit - 1)
         missing = self.pages.needed(tokens) - len(sample.pages)
         new = self.pages.allocate(missing) if missing > 0 else []
         if new is None:
