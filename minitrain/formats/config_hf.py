@@ -35,8 +35,9 @@ GENERATION = "generation_config.json"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # fields of `DecoderConfig` that no config.json has
 TRAINING_ONLY = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}
+DEPTHS = "num_nextn_predict_layers"
 # keys that an export does not copy from the config.json that was read: it writes its own spelling
-# of settings, and its own format of weights, without layers for multi-token prediction
+# of settings, and its own format of weights
 NOT_KEPT = {
     "rope_parameters",
     "rope_scaling",
@@ -60,7 +61,7 @@ NOT_KEPT = {
     "quantization_config",
     "auto_map",
     "transformers_version",
-    "num_nextn_predict_layers",
+    DEPTHS,
     "mtp_hybrid_override_pattern",
     "mtp_layers_block_type",
 }
@@ -102,6 +103,8 @@ def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
         bos_token_id=read_token_ids(raw, "bos_token_id"),
         eos_token_id=read_token_ids(raw, "eos_token_id"),
     )
+    if family.depth_of:
+        fields[DEPTHS] = read_number(raw, DEPTHS, default=0)
     fields |= family.read(raw)
     try:
         config = DecoderConfig(family=name, **fields, **family.fixed)
@@ -335,6 +338,8 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         kinds = ("full_attention", "sliding_attention")
         layers = range(config.num_layers)
         optional["layer_types"] = [kinds[config.windowed(layer)] for layer in layers]
+    if family.depth_of:
+        optional[DEPTHS] = config.num_nextn_predict_layers
     # null would mean family.rope
     no_scaling = dict(rope_type="default") if family.rope else None
     settings = dict(

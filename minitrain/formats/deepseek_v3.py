@@ -1,7 +1,16 @@
 """Read and write what config.json of DeepSeek-V3 and Kimi K2 says otherwise than other families."""
 
+import re
+
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
+
+# our names -> those of the copies that each layer of multi-token prediction has beside it: vLLM
+# reads them
+COPIED = {
+    "model.embed_tokens.weight": "model.layers.{}.embed_tokens.weight",
+    "lm_head.weight": "model.layers.{}.shared_head.head.weight",
+}
 
 
 def read(raw: dict) -> dict:
@@ -19,3 +28,10 @@ def write(config: DecoderConfig, settings: dict) -> dict:
     shared = config.shared_expert_intermediate_size // config.moe_intermediate_size
     # in transformers head_dim is the number of rotated channels
     return settings | dict(head_dim=config.qk_rope_head_dim, n_shared_experts=shared)
+
+
+def depth_of(key: str, layers: int) -> int | None:
+    """Return the depth of multi-token prediction that a stored tensor is of, see `Family.depth_of`."""
+    found = re.match(r"model\.layers\.(\d{1,9})\.", key)
+    depth = int(found[1]) - layers if found else -1
+    return depth if depth >= 0 else None

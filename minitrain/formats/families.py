@@ -85,8 +85,9 @@ class Family(NamedTuple):
 
     # --- tensors
 
-    # parts of our names -> theirs, all replaced at once; or a function of the whole name
-    renamed: dict | Callable[[str], str] = {}  # noqa: RUF012
+    # parts of our names -> theirs, all replaced at once; or a function of the whole name and the
+    # number of layers
+    renamed: dict | Callable[[str, int], str] = {}  # noqa: RUF012
     # full_name(key): return a stored tensor's name as transformers writes it
     full_name: Callable[[str], str] = lambda key: key
     # place(name, shape): return the stored tensor that holds a parameter, its shape, where the
@@ -102,8 +103,11 @@ class Family(NamedTuple):
     stacked: bool = False
     # pattern of stored tensors without a place here
     ignored: str = ""
-    # True: layers after the last are stored, for multi-token prediction
-    further_layers: bool = False
+    # depth_of(key, layers): return the depth of multi-token prediction, 0, 1, ..., that a stored
+    # tensor is of; None: of none. Absent: the family has no such layers.
+    depth_of: Callable[[str, int], int | None] | None = None
+    # our names -> those of copies that each of these layers has beside it, by its number
+    copied: dict = {}  # noqa: RUF012
 
     def field(self, name: str) -> Any:
         """Return a field of `DecoderConfig` as the family fixes it, or the default."""
@@ -113,10 +117,13 @@ class Family(NamedTuple):
         """Return the family's own name of a key that most families call `name`."""
         return self.keys.get(name, name)
 
-    def stored_name(self, name: str) -> str:
-        """Return the hub's name of our parameter. For stacked experts see layouts_hf.py."""
+    def stored_name(self, name: str, layers: int) -> str:
+        """Return the hub's name of our parameter. For stacked experts see layouts_hf.py.
+
+        layers: of the model, without those of multi-token prediction.
+        """
         if callable(self.renamed):
-            return self.renamed(name)
+            return self.renamed(name, layers)
         parts = "|".join(re.escape(part) for part in sorted(self.renamed, key=len, reverse=True))
         return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
 
@@ -179,7 +186,8 @@ FAMILIES = {
         norm_topk=True,
         read=deepseek_v3.read,
         write=deepseek_v3.write,
-        further_layers=True,
+        depth_of=deepseek_v3.depth_of,
+        copied=deepseek_v3.COPIED,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -244,7 +252,7 @@ FAMILIES = {
         write=nemotron_h.write,
         needed=nemotron_h.needed,
         renamed=nemotron_h.stored_name,
-        ignored=r"mtp\..*",
+        depth_of=nemotron_h.depth_of,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -273,5 +281,5 @@ FAMILIES = {
         ignored=r".*\.attn\.(masked_)?bias",
     ),
     # No architecture of transformers describes such a model: config_own.py does.
-    OWN: PLAIN,
+    OWN: PLAIN._replace(depth_of=deepseek_v3.depth_of),
 }

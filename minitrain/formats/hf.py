@@ -10,6 +10,7 @@ shard. Left out: tokenizers.
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,17 @@ from minitrain.formats.config_hf import (
 )
 from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
-from minitrain.formats.layouts_hf import Config, Piece, is_ignored, pieces, to_stored
+from minitrain.formats.layouts_hf import (
+    EMBEDDING,
+    TIED_HEAD,
+    Config,
+    Piece,
+    copies,
+    held_depths,
+    is_ignored,
+    pieces,
+    to_stored,
+)
 from minitrain.formats.magic import ADAPTER_CONFIG
 from minitrain.formats.tensor_files import (
     DTYPES,
@@ -49,9 +60,6 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, local_shard
 
-# the output head, which some files hold although it is tied to the embedding
-TIED_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 Model = Decoder | Wan
 Named = Iterable[tuple[str, Tensor]]
 
@@ -72,7 +80,11 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
 
 
 def read_config(path: str | Path) -> Config:
-    """Return the config of the model in folder `path`, of either kind."""
+    """Return the config of the model in folder `path`, of either kind.
+
+    It has as many depths of multi-token prediction as the files hold: transformers drops their
+    weights, and keeps the number in config.json.
+    """
     file = Path(path) / "config.json"
     if os.path.isfile(path):
         raise InputError(
@@ -91,6 +103,12 @@ def read_config(path: str | Path) -> Config:
     generation = file.with_name(GENERATION)
     if generation.exists():
         config = replace(config, generation_config=read_json(generation))
+    if config.num_nextn_predict_layers:
+        held = 0
+        # files that are missing are told when they are read
+        with suppress(InputError):
+            held = held_depths(config, stored_tensors(weight_files(path)))
+        config = replace(config, num_nextn_predict_layers=held)
     return config
 
 
@@ -146,6 +164,11 @@ def find_weights(config: Config, path: str | Path) -> Weights:
         raise InputError(
             f"{path}: config.json claims {config.num_layers} layers, the files hold {len(stored)} tensors"
         )
+    depths = getattr(config, "num_nextn_predict_layers", 0)
+    if depths and (held := held_depths(config, stored)) < depths:
+        raise InputError(
+            f"model.num_nextn_predict_layers={depths}: {path} holds {held} layers of multi-token prediction"
+        )
     everything = empty_model(config).state_dict()
     if isinstance(config, WanConfig):
         stored = wan_names.rename_to_ours(stored, everything)
@@ -165,8 +188,11 @@ def find_weights(config: Config, path: str | Path) -> Weights:
                 f"{tensor.file}: tensor {key} has no place in the model that config.json describes"
             )
     weights = Weights(stored, sources)
-    if isinstance(config, DecoderConfig) and config.tie_word_embeddings and TIED_HEAD in stored:
-        _check_tied_head(weights, config.vocab_size)
+    if isinstance(config, DecoderConfig):
+        tied = {TIED_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
+        for key, name in (tied | copies(config)).items():
+            if key in stored:
+                _check_copy(weights, key, name)
     return weights
 
 
@@ -214,19 +240,22 @@ def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
     local[tuple(inside)].copy_(piece.read(fetch, tuple(wanted)))
 
 
-def _check_tied_head(weights: Weights, vocab: int) -> None:
-    """Raise InputError if the stored head, which nothing reads, differs from the embedding."""
-    keys = (next(iter(weights.sources[EMBEDDING][0].needs)), TIED_HEAD)
-    embedding, head = (weights.stored[key] for key in keys)
-    blocks = [(slice(first, first + 4096),) for first in range(0, vocab, 4096)]
-    alike = (embedding.shape, embedding.dtype) == (head.shape, head.dtype) and all(
-        torch.equal(*(_fetch(weights.stored, key, rows).float() for key in keys))
+def _check_copy(weights: Weights, key: str, name: str) -> None:
+    """Raise InputError if stored tensor `key`, which nothing reads, differs from our parameter `name`."""
+    keys = (next(iter(weights.sources[name][0].needs)), key)
+    original, copy = (weights.stored[each] for each in keys)
+    blocks = [(slice(first, first + 4096),) for first in range(0, original.shape[0], 4096)]
+    alike = (original.shape, original.dtype) == (copy.shape, copy.dtype) and all(
+        torch.equal(*(_fetch(weights.stored, each, rows).float() for each in keys))
         for rows in blocks
     )
     if not alike:
+        setting = "num_nextn_predict_layers=0 reads neither"
+        if key == TIED_HEAD:
+            setting = "tie_word_embeddings=false reads both"
+        what = "the embedding" if name == EMBEDDING else "the head"
         raise InputError(
-            f"{head.file}: {TIED_HEAD} is not the embedding, to which config.json ties it "
-            f"(tie_word_embeddings=false reads both)"
+            f"{copy.file}: {key} is not {what}, to which config.json ties it ({setting})"
         )
 
 
@@ -279,7 +308,7 @@ def save_tensors(
         if config.generation_config:
             files[GENERATION] = config.generation_config
         family = FAMILIES[config.family]
-        spell = family.stored_name
+        spell = partial(family.stored_name, layers=config.num_layers)
         if family.to_stored:
             tensors = family.to_stored(tensors)
         else:

@@ -14,19 +14,22 @@ always unquantized: one parameter becomes one or several stored tensors.
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minitrain.formats.families import FAMILIES, OWN, PLAIN, Family
+from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.tensor_files import FLOATS, StoredTensor
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
 from minitrain.models.wan_config import WanConfig
 from minitrain.parallel.shards import Slices
 
+# the output head, which some files hold although it is tied to the embedding
+TIED_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"
 MXFP4_BLOCK = 32
@@ -67,7 +70,7 @@ def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piec
         return [stored_part(key, whole, full(shape), starts, transposed)]
     prefix, _, last = name.rpartition(".experts.")
     if not prefix:
-        key = family.stored_name(name)
+        key = family.stored_name(name, config.num_layers)
         if name in stored and any(part in name for part in family.also_ours):
             key = name
         if parts := mamba_parts(name, config):
@@ -87,12 +90,12 @@ def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piec
         elif family.stacked:
             found.append(stored_part(name, shape, whole, (expert,), transposed=True))
         else:
-            found += expert_pieces(name, shape, expert, family, stored)
+            found += expert_pieces(name, shape, expert, config, stored)
     return found
 
 
 def expert_pieces(
-    name: str, shape: Shape, expert: int, family: Family, stored: Stored
+    name: str, shape: Shape, expert: int, config: Config, stored: Stored
 ) -> Iterator[Piece]:
     """Yield the pieces of one expert in a stack: gate's rows and up's take turns in ours.
 
@@ -107,7 +110,7 @@ def expert_pieces(
         if name in stored:
             yield stored_part(name, shape, region, (expert, i * size))
         else:
-            yield matrix(expert_key(name, family, expert, part), (size, columns), region, stored)
+            yield matrix(expert_key(name, config, expert, part), (size, columns), region, stored)
 
 
 def mamba_parts(name: str, config: Config) -> list[int] | None:
@@ -122,14 +125,16 @@ def expert_parts(name: str) -> list[str]:
     return ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
 
 
-def expert_key(name: str, family: Family, expert: int, part: str) -> str:
+def expert_key(name: str, config: Config, expert: int, part: str) -> str:
     """Return the stored name of an expert's matrix.
 
     layers.0.mlp.experts.down_proj, expert 3 -> layers.0.mlp.experts.3.down_proj.weight, or
     Mixtral's spelling.
     """
+    family = FAMILIES.get(config.family, PLAIN)
     part = family.expert_matrices.get(part, part)
-    return family.stored_name(f"{name.rpartition('.')[0]}.{expert}.{part}.weight")
+    ours = f"{name.rpartition('.')[0]}.{expert}.{part}.weight"
+    return family.stored_name(ours, config.num_layers)
 
 
 def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
@@ -139,16 +144,40 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
     if config.family == OWN:
         yield name, tensor
     elif parts := mamba_parts(name, config):
-        yield family.stored_name(name), by_part(tensor, parts, config.mamba.groups)
+        key = family.stored_name(name, config.num_layers)
+        yield key, by_part(tensor, parts, config.mamba.groups)
     elif not prefix:
-        yield family.stored_name(name), tensor
+        yield family.stored_name(name, config.num_layers), tensor
+        for copy in (key for key, ours in copies(config).items() if ours == name):
+            # a file's tensors must not share memory
+            yield copy, tensor.clone()
     elif family.stacked:
         yield name, tensor if last.endswith("_bias") else tensor.transpose(1, 2)
     else:
         parts = expert_parts(last)
         for expert, weights in enumerate(tensor):
             for i, part in enumerate(parts):
-                yield expert_key(name, family, expert, part), weights[i :: len(parts)]
+                yield expert_key(name, config, expert, part), weights[i :: len(parts)]
+
+
+def copies(config: DecoderConfig) -> dict[str, str]:
+    """Return copies of our parameters that files of multi-token prediction have: stored name -> ours."""
+    layers = config.all_layers[config.num_layers :]
+    copied = FAMILIES.get(config.family, PLAIN).copied
+    ours = {TIED_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
+    return {
+        key.format(layer): ours.get(name, name)
+        for name, key in copied.items()
+        for layer in layers
+    }
+
+
+def held_depths(config: DecoderConfig, stored: Stored) -> int:
+    """Return how many depths of multi-token prediction the stored tensors have."""
+    family = FAMILIES.get(config.family, PLAIN)
+    layers = config.num_layers
+    names = (f"model.layers.{layers + depth}.eh_proj.weight" for depth in count())
+    return next(i for i, x in enumerate(names) if family.stored_name(x, layers) not in stored)
 
 
 def is_ignored(key: str, config: Config) -> bool:
@@ -159,12 +188,12 @@ def is_ignored(key: str, config: Config) -> bool:
     """
     if isinstance(config, WanConfig):
         return key.endswith(".attn2.norm_added_q.weight")
-    if key == "lm_head.weight":
+    if key == TIED_HEAD:
         return config.tie_word_embeddings
-    layer = re.match(r"model\.layers\.(\d{1,9})\.", key)
     family = FAMILIES[config.family]
-    if layer and family.further_layers and int(layer[1]) >= config.num_layers:
-        return True
+    depth = family.depth_of(key, config.num_layers) if family.depth_of else None
+    if depth is not None:
+        return depth >= config.num_nextn_predict_layers or key in copies(config)
     patterns = r".*\.rotary_emb\.inv_freq", family.ignored
     return any(re.fullmatch(pattern, key) for pattern in patterns)
 

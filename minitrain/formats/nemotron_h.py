@@ -7,6 +7,7 @@ mamba.py. Reading and writing the files themselves is in hf.py.
 
 import math
 import re
+from typing import Any
 
 from minitrain.errors import InputError
 from minitrain.formats.json_files import read_number
@@ -18,6 +19,9 @@ KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
     "layer_pattern": "hybrid_override_pattern",
 }
+# keys of multi-token prediction
+DEPTHS = "num_nextn_predict_layers"
+FURTHER = "mtp_hybrid_override_pattern"
 LETTERS = dict(
     linear_attention="M", mamba="M", full_attention="*", attention="*", moe="E", mlp="-"
 )
@@ -45,12 +49,7 @@ def with_pattern(raw: dict) -> dict:
     pattern = raw.get("hybrid_override_pattern")
     layers = raw.get("layers_block_type")
     if layers is not None:
-        pattern = ""
-        for layer in layers if isinstance(layers, list) else [layers]:
-            if not isinstance(layer, str) or layer not in LETTERS:
-                known = ", ".join(LETTERS)
-                raise InputError(f"layers_block_type has {layer!r}, which is none of {known}")
-            pattern += LETTERS[layer]
+        pattern = _letters("layers_block_type", layers)
     if not isinstance(pattern, str) or not pattern:
         raise InputError("key hybrid_override_pattern or layers_block_type is missing or empty")
     absent = dict(head_dim=HEAD_DIM) | ({} if "E" in pattern else NO_EXPERTS)
@@ -58,8 +57,33 @@ def with_pattern(raw: dict) -> dict:
     return absent | raw | known
 
 
+def _letters(key: str, layers: Any) -> str:
+    """Return the letters of a key's list of names."""
+    letters = ""
+    for layer in layers if isinstance(layers, list) else [layers]:
+        if not isinstance(layer, str) or layer not in LETTERS:
+            known = ", ".join(LETTERS)
+            raise InputError(f"{key} has {layer!r}, which is none of {known}")
+        letters += LETTERS[layer]
+    return letters
+
+
+def _further_pattern(pattern: str) -> str:
+    """Return the letters of a depth of multi-token prediction in a model with this pattern."""
+    return "*E" if "E" in pattern else "*-"
+
+
 def read(raw: dict) -> dict:
-    """Return the fields of `DecoderConfig` with defaults or a form of their own."""
+    """Return the fields of `DecoderConfig` with defaults or a form of their own.
+
+    Raises InputError for multi-token prediction by other layers than attention, then MLP.
+    """
+    if raw.get(DEPTHS):
+        names = raw.get("mtp_layers_block_type")
+        pattern = raw.get(FURTHER) if names is None else _letters("mtp_layers_block_type", names)
+        known = _further_pattern(raw["hybrid_override_pattern"])
+        if pattern != known:
+            raise InputError(f"{FURTHER}={pattern!r} is not supported (must be {known!r})")
     return dict(
         layer_pattern=raw["hybrid_override_pattern"],
         moe_latent_size=read_number(raw, "moe_latent_size", default=0),
@@ -102,6 +126,8 @@ def write(config: DecoderConfig, settings: dict) -> dict:
         routed_scaling_factor=config.routed_scaling_factor,
         time_step_min=max(least, LEAST_DT),
     )
+    if config.num_nextn_predict_layers:
+        own[FURTHER] = _further_pattern(config.layer_pattern)
     return settings | bounded | own
 
 
@@ -110,8 +136,23 @@ def needed(config: DecoderConfig) -> tuple[str, ...]:
     return ("shared_expert_intermediate_size",) if "E" in config.layer_pattern else ()
 
 
-def stored_name(name: str) -> str:
-    """Return the stored name of our parameter."""
+def depth_of(key: str, layers: int) -> int | None:
+    """Return the depth of multi-token prediction that a stored tensor is of, see `stored_name`."""
+    found = re.match(r"mtp\.(?:layers\.(\d{1,9})\.)?", key)
+    return int(found[1] or 0) // 2 if found else None
+
+
+def stored_name(name: str, layers: int) -> str:
+    """Return the stored name of our parameter. layers: of the model, see `Family.stored_name`.
+
+    A layer of multi-token prediction is two there, mtp.layers.0 with the attention, the projection
+    and the norms before it, and mtp.layers.1 with the MLP and the last norm.
+    """
+    found = re.match(r"model\.layers\.(\d+)\.(post_attention_layernorm|mlp|shared_head)?", name)
+    if found and int(found[1]) >= layers:
+        number = 2 * (int(found[1]) - layers) + (found[2] is not None)
+        name = f"mtp.layers.{number}.{name[found.end(1) + 1 :]}"
+        name = name.replace(".shared_head.norm.", ".final_layernorm.")
     name = re.sub(r"\.(input|post_attention)_layernorm\.", ".norm.", name)
     name = re.sub(r"(\.layers\.\d+)\.(self_attn|mamba|mlp)\.(dynamics\.)?", r"\1.mixer.", name)
     name = name.replace("model.embed_tokens.", "model.embeddings.")

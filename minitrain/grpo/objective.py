@@ -60,6 +60,7 @@ from torch.nn import Module
 from minitrain.settings import GRPO
 from minitrain.training.log_probs import call, linear_log_probs
 from minitrain.training.loss import IGNORE
+from minitrain.training.mtp_loss import FurtherLoss
 from minitrain.training.packing import Batch
 
 # log-ratios are clamped to +- this before exp, which would overflow
@@ -181,13 +182,17 @@ class PolicyGradient:
     weights: of the label in the sum. starts: 1 at a sequence's first label.
 
     temperature: that of the sampler. longest: tokens of the longest possible response.
+    further: the loss of multi-token prediction, if that is trained along, on the responses.
     """
 
     # config_checks.py refuses cp with terms of whole sequences
     layouts = ("cp", "pp")
 
-    def __init__(self, settings: GRPO, temperature: float, longest: int):
+    def __init__(
+        self, settings: GRPO, temperature: float, longest: int, further: FurtherLoss | None = None
+    ):
         self.settings = settings
+        self.further = further
         self.temperature = temperature
         self.longest = longest
         self.sums: dict[str, Tensor] = {}
@@ -201,7 +206,7 @@ class PolicyGradient:
 
     def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the weighted sum of token losses of a batch [micro, seq], a scalar."""
-        return call(model, batch, partial(self.head, batch))
+        return call(model, batch, partial(self.head, batch), self.further)
 
     def head(self, batch: Batch, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted sum of token losses, a scalar. The model calls this as its head.
@@ -234,10 +239,11 @@ class PolicyGradient:
         )
         tokens, *totals = sum_over(sums).tolist()
         self.sums = {}
-        return {
+        means = {
             name: total / tokens if tokens else math.nan
             for name, total in zip(names[1:], totals, strict=True)
         }
+        return means | (self.further.metrics(sum_over) if self.further else {})
 
 
 TERMS = (

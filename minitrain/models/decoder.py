@@ -26,6 +26,7 @@ from minitrain.models.mamba import Mamba2
 from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import MoE
+from minitrain.models.mtp import PredictsFurther
 
 # the matrices that write into the residual stream
 RESIDUAL_OUTPUTS = (
@@ -90,12 +91,16 @@ class Block(nn.Module):
         return x + self.mlp(normed)
 
 
+class FurtherBlock(PredictsFurther, Block):
+    """A depth of multi-token prediction."""
+
+
 class Decoder(nn.Module):
     """A language model, or one pipeline stage of it.
 
-    A stage holds the blocks `layers`. The `first` has the embedding, the `last` the final norm and
-    the head. Between stages travel hidden states. With tied embeddings, first and last stage each
-    have the matrix.
+    A stage holds the blocks `layers`. The `first` has the embedding, the `last` the final norm, the
+    head and the layers of multi-token prediction. Between stages travel hidden states. With tied
+    embeddings, or multi-token prediction, first and last stage each have the matrix.
     """
 
     def __init__(
@@ -110,9 +115,9 @@ class Decoder(nn.Module):
         self.first = first
         self.last = last
         # exchange points: context parallelism knows which tokens this rank has; tensor-parallel
-        # ranks gather theirs for the head
+        # ranks gather theirs for the head, and split what `predict_further` gets
         self.make_mask = KeptMasks()
-        self.gather = identity
+        self.gather = self.split = identity
         self.rotary_dim = config.rotary_dim
         hidden = config.hidden_size
         vocab = config.vocab_size
@@ -120,12 +125,14 @@ class Decoder(nn.Module):
         layers = range(config.num_layers) if layers is None else layers
         # names are those of checkpoints: model.layers.0.self_attn.q_proj.weight
         self.model = nn.ModuleDict()
-        if first or (last and tied):
+        if first or (last and (tied or config.num_nextn_predict_layers)):
             self.model["embed_tokens"] = nn.Embedding(vocab, hidden)
         if first and config.position_embedding == "learned":
             self.model["embed_positions"] = nn.Embedding(config.max_position_embeddings, hidden)
         # a dict, not a list: a stage's first layer keeps its number
         self.model["layers"] = nn.ModuleDict({str(i): Block(config, i) for i in layers})
+        for i in config.all_layers[config.num_layers :] if last else ():
+            self.model.layers[str(i)] = FurtherBlock(config, i)
         if last:
             self.model["norm"] = NORMS[config.norm](hidden, eps=config.norm_eps)
         self.lm_head = nn.Linear(hidden, vocab, bias=False) if last and not tied else None
@@ -138,6 +145,8 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         head: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
         cache=None,
+        next_tokens: Tensor | None = None,
+        further: Callable[[int, Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return logits [batch, seq, vocab], or head(hidden [batch, seq, hidden], weight, labels).
 
@@ -152,6 +161,9 @@ class Decoder(nn.Module):
         cache: the KV cache of each layer, by its number (rollout/caches.py). Then x is one sequence
             [1, tokens] of parts of several, which the cache tells apart, with positions and without
             document ids.
+        further: called for each depth of multi-token prediction, 0, 1, ..., with its number, its
+            hidden states and the head's weight; what it returns is added to the result.
+        next_tokens: for `further`, int [batch, seq, depths]: the tokens 1, 2, ... after each one.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
@@ -160,20 +172,66 @@ class Decoder(nn.Module):
             x = self.model.embed_tokens(x)
             if self.config.position_embedding == "learned":
                 x = x + self.model.embed_positions(positions)
+        run = self._runner(positions, document_ids, cache)
+        for number in self.model.layers:
+            if int(number) < self.config.num_layers:
+                x = run(number, x)
+        if not self.last:
+            return x
+        x = self.model.norm(x)
+        # [batch, seq, hidden]; tensor parallelism gathers seq
+        hidden = self.gather(x)
+        weight = self.head_weight
+        result = F.linear(hidden, weight) if head is None else head(hidden, weight, labels)
+        for depth in range(self.config.num_nextn_predict_layers) if further is not None else ():
+            embedded = self.model.embed_tokens(next_tokens[..., depth])
+            x = run(str(self.config.num_layers + depth), x, embedded)
+            result = result + further(depth, self.gather(x), weight)
+        return result
+
+    def predict_further(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        depth: int = 0,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache=None,
+    ) -> Tensor:
+        """Return the hidden states of a depth of multi-token prediction, [batch, seq, hidden].
+
+        The head's weight makes logits of them, as of those that `forward` gives to `head`: they are
+        normalized.
+        hidden: [batch, seq, hidden], those of the depth before, or for depth 0 what `head` gets.
+        tokens: int [batch, seq], for each the token that is depth + 1 after it.
+        positions, document_ids, cache: those of the tokens that `hidden` is of, see `forward`.
+        """
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        run = self._runner(positions, document_ids, cache)
+        number = str(self.config.num_layers + depth)
+        return self.gather(run(number, self.split(hidden), self.model.embed_tokens(tokens)))
+
+    def _runner(
+        self, positions: Tensor, document_ids: Tensor | None, cache
+    ) -> Callable[..., Tensor]:
+        """Return a function that runs a layer, by its number, on hidden states [batch, seq, hidden].
+
+        positions: int [batch or 1, seq]; document_ids: int [batch, seq].
+        """
         # of full attention, and of sliding windows; a cache has its own
         masks = None, None
         if cache is None:
-            masks = self._masks(positions.shape[1], x.device, document_ids)
+            masks = self._masks(positions.shape[1], positions.device, document_ids)
         rotary = self._rotary(positions, cache)
-        for number, layer in self.model.layers.items():
+
+        def run(number: str, *inputs: Tensor) -> Tensor:
+            """Return [batch, seq, hidden], as inputs: a layer's, and for a further one embeddings."""
             layer_cache = None if cache is None else cache[int(number)]
-            x = layer(x, rotary, masks[0], document_ids, masks[1], layer_cache)
-        if not self.last:
-            return x
-        # [batch, seq, hidden]; tensor parallelism gathers seq
-        x = self.gather(self.model.norm(x))
-        weight = self.head_weight
-        return F.linear(x, weight) if head is None else head(x, weight, labels)
+            layer = self.model.layers[number]
+            return layer(*inputs, rotary, masks[0], document_ids, masks[1], layer_cache)
+
+        return run
 
     def _masks(
         self, length: int, device: torch.device, document_ids: Tensor | None
@@ -205,6 +263,12 @@ class Decoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """Return the layers in order: the units of recomputation, compilation and sharding."""
         return list(self.model.layers.values())
+
+    @property
+    def further_layers(self) -> list[nn.Module]:
+        """Return the layers of multi-token prediction among `blocks`, by depth."""
+        layers = self.model.layers.items()
+        return [layer for number, layer in layers if int(number) >= self.config.num_layers]
 
     @property
     def head_weight(self) -> Tensor:

@@ -104,6 +104,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of initial weights
     scaled_residual_init: bool = False  # of what writes into the residual stream: / sqrt(writers)
+    num_nextn_predict_layers: int = 0  # depths of multi-token prediction, see models/mtp.py
 
     # --- attention
 
@@ -312,13 +313,21 @@ class DecoderConfig:
         )
 
     def parts(self, layer: int) -> tuple[str | None, str | None]:
-        """Return a layer's mixer, "attention" or "mamba", and "mlp" or "moe"; one may be None."""
-        if self.layer_pattern:
+        """Return a layer's mixer, "attention" or "mamba", and "mlp" or "moe"; one may be None.
+
+        Those from num_layers on are of multi-token prediction, and have both.
+        """
+        if self.layer_pattern and layer < self.num_layers:
             return LAYER_PARTS[self.layer_pattern[layer]]
         return (
             "attention",
             "moe" if self.num_experts and layer >= self.first_k_dense_replace else "mlp",
         )
+
+    @property
+    def all_layers(self) -> range:
+        """Return the numbers of all layers, those of multi-token prediction at the end."""
+        return range(self.num_layers + self.num_nextn_predict_layers)
 
     def windowed(self, layer: int) -> bool:
         return bool(self.sliding_window) and layer % 2 == 0

@@ -11,6 +11,7 @@ from minitrain.errors import InputError
 
 LIMITS = {
     "num_layers": 1_000,
+    "num_nextn_predict_layers": 64,
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 30,
     "sliding_window": 1 << 30,

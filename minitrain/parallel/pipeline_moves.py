@@ -79,7 +79,10 @@ class TiedWeight:
         first, last = self.weights()
         if not any(p is not None and p.requires_grad for p in (first, last)):
             return
-        grad = None if last is None else to_local(last.grad)
+        grad = None
+        if last is not None:
+            # there is none if this step did not use the copy, as without multi-token prediction
+            grad = torch.zeros_like(to_local(last)) if last.grad is None else to_local(last.grad)
         arrived = self.places.move(grad, to_local(first), self.last, 0)
         if first is not None:
             to_local(first.grad).add_(arrived)

@@ -62,6 +62,7 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
         split_parameters(outer["norm"], mesh, Replicate())
         outer["norm"].register_forward_pre_hook(use_local_tensors)
         model.gather = all_gather
+        model.split = partial(local_chunk, mesh)
     if model.lm_head is not None:
         split_parameters(model.lm_head, mesh, Shard(0))
 

@@ -133,7 +133,7 @@ def launch_seconds(config: Config, system: System) -> float:
     if not experts:
         return 0.0
     # of a layer, with those in which a pipeline fills and drains
-    passes = (micro_batches(config) + (p.pp - 1) / p.vp) * shape.num_layers / p.pp
+    passes = (micro_batches(config) + (p.pp - 1) / p.vp) * len(shape.all_layers) / p.pp
     if config.recompute in TWICE:
         passes *= 4 / 3
     return passes * (system.expert_layer + system.local_expert * experts / p.ep)
@@ -186,6 +186,13 @@ def few(config: Config) -> int:
     return min(count, 3 if p.pp == 1 else 2 * p.pp)
 
 
+def stages_of(config: Config, place: int) -> dict[int, dict]:
+    """Return the stages of a place in the pipeline, see `local_stages`."""
+    model = config.model.config
+    further = model.num_nextn_predict_layers
+    return local_stages(config.parallel, model.num_layers, place, further)
+
+
 def representatives(config: Config) -> dict[int, int]:
     """Map each place in the pipeline to the first one that holds the same kinds of layers."""
     if config.parallel.pp == 1:
@@ -195,7 +202,7 @@ def representatives(config: Config) -> dict[int, int]:
     alike = {}
     kinds = [(*model.parts(layer), model.windowed(layer)) for layer in range(model.num_layers)]
     for place in range(config.parallel.pp):
-        parts = local_stages(config.parallel, model.num_layers, place).values()
+        parts = stages_of(config, place).values()
         held = tuple(
             (tuple(kinds[layer] for layer in part["layers"]), part["first"], part["last"])
             for part in parts
@@ -265,7 +272,7 @@ def pipelined(
         ready.append(min(begin for begin, _ in spans.values()))
         # the trace may be that of another place
         traced = sorted({stage for stage, _, _ in spans})
-        held = sorted(local_stages(p, config.model.config.num_layers, place))
+        held = sorted(stages_of(config, place))
         number = dict(zip(traced, held, strict=True))
         for (stage, kind, batch), (begin, end) in spans.items():
             measured[number[stage], kind, batch] = end - begin

@@ -26,6 +26,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import local_shard
 from minitrain.settings import Config
 from minitrain.training.footprint import check_fits
+from minitrain.training.mtp_loss import trains_further
 
 
 def build_model(
@@ -85,6 +86,9 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         # only where a rank has one expert
         experts = config.fp8.experts and 1 < p.ep == config.model.config.num_experts
         to_fp8(model.blocks, config.fp8.fast_accumulation, p.tp, experts)
+    if config.task != "diffusion" and not trains_further(config):
+        for layer in model.further_layers:
+            layer.requires_grad_(False)
     return model
 
 

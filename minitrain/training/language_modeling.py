@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.training.loss import IGNORE, linear_cross_entropy
+from minitrain.training.mtp_loss import FurtherLoss, with_next_tokens
 from minitrain.training.packing import Batch
 
 
@@ -16,14 +17,19 @@ class LanguageModeling:
 
     A batch has tokens and labels [batch, seq], and further inputs of the model by name. With data
     that is mixed it also has `sources` [batch, seq], the place of each token's source in `names`.
+    further: the loss of multi-token prediction, if that is trained.
     """
 
     layouts = ("cp", "pp")
 
-    def __init__(self, names: Sequence[str] = ()):
+    def __init__(self, names: Sequence[str] = (), further: FurtherLoss | None = None):
         self.names = names
+        self.further = further
         # [2, sources]: the sum of losses, and the number of labels
         self.sums = torch.zeros(2, len(names), dtype=torch.float64)
+
+    def extend(self, batch: Batch) -> Batch:
+        return with_next_tokens(batch, self.further.depths) if self.further else batch
 
     def count(self, batch: Batch) -> int:
         # labels: [batch, seq]
@@ -36,6 +42,9 @@ class LanguageModeling:
         head = linear_cross_entropy
         if sources is not None and torch.is_grad_enabled():
             head = partial(self.head, sources)
+        if self.further:
+            batch |= self.further.inputs(batch)
+            del batch["next_labels"]
         return model(batch.pop("tokens"), **batch, head=head)
 
     def head(self, sources: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -53,13 +62,18 @@ class LanguageModeling:
         return loss
 
     def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the mean loss of each source that had a label, as loss/NAME.
+        """Return the mean loss of each source that had a label, as loss/NAME, and mtp_loss.
 
         sum_over: sums a tensor over ranks with other rows, here [2, sources].
         """
+        further = self.further.metrics(sum_over) if self.further else {}
         if not self.names:
-            return {}
+            return further
         losses, counts = sum_over(self.sums).tolist()
         self.sums = torch.zeros_like(self.sums)
         sums = zip(self.names, losses, counts, strict=True)
-        return {f"loss/{name}": loss / count for name, loss, count in sums if count}
+        return further | {f"loss/{name}": loss / count for name, loss, count in sums if count}
+
+    def held_out(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return numbers of the batches without gradients since the last call."""
+        return self.further.metrics(sum_over, training=False) if self.further else {}

@@ -73,6 +73,8 @@ class Trainer:
         micro_batches = []
         for n in range(first, first + share, batch.micro):
             own = read(dataset, range(n, n + batch.micro))
+            if hasattr(self.objective, "extend"):
+                own = self.objective.extend(own)
             if self.meshes.cp.size() > 1:
                 own = local_tokens(own, self.meshes.cp, self.config.parallel.context)
             micro_batches.append(own)

@@ -71,6 +71,18 @@ def linear_cross_entropy(
     return sum(loss_and_grad(matmul(x, weight.T), y, shard)[0] for x, y in chunks)
 
 
+@torch.no_grad()
+def linear_argmax(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the likeliest tokens of hidden [..., dim], int64 [...]. weight: as above."""
+    local, shard = vocab_shard(weight)
+    pairs = [matmul(x, local.T).max(-1) for x in hidden.flatten(0, -2).split(CHUNK)]
+    peaks, columns = map(torch.cat, zip(*pairs, strict=True))
+    # each [shards, tokens]
+    peaks = shard.gather(peaks)
+    tokens = shard.gather(columns + shard.first)
+    return tokens.gather(0, peaks.argmax(0, keepdim=True)).view(hidden.shape[:-1])
+
+
 def split_chunks(hidden: Tensor, labels: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """Return hidden [tokens, dim] and labels [tokens] in chunks of at most CHUNK tokens."""
     return zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)

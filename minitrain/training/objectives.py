@@ -18,6 +18,10 @@ prepare(trainer, dataset, batches). It is called before the first step: for the 
 trained on, of which `batches` global batches are used, and for a held-out one. All ranks call it
 together. A second model is `build_model(config, trainer.meshes, trainer.fill, trained=False)`;
 dpo.py needs only its outputs.
+
+One whose loss needs what follows a token has a method extend(batch): it returns the batch with
+further values [rows, seq, ...], before context parallelism splits the rows. held_out(sum_over)
+returns numbers of a validation, as `metrics` does of training.
 """
 
 import math
@@ -32,11 +36,12 @@ from minitrain.settings import Config, Parallel
 from minitrain.training.dpo import Preferences
 from minitrain.training.flow import FlowMatching
 from minitrain.training.language_modeling import LanguageModeling
+from minitrain.training.mtp_loss import make_further_loss
 from minitrain.training.packing import Batch
 
 
 class Objective(Protocol):
-    """What is learned. `layouts`, `summed_over` and `prepare` may be missing: see above."""
+    """What is learned. What is not a method here may be missing: see above."""
 
     def count(self, batch: Batch) -> int:
         """Return the number of loss terms; the loop divides by that of the step.
@@ -59,7 +64,8 @@ def make_objective(config: Config) -> Objective:
     if config.task == "dpo":
         return Preferences(config.dpo)
     if config.task != "diffusion":
-        return LanguageModeling([source.label for source in config.data.sources])
+        labels = [source.label for source in config.data.sources]
+        return LanguageModeling(labels, make_further_loss(config))
     model = config.model.config
     return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
 

@@ -86,6 +86,7 @@ def fp8_decoder(config):
         (4, {"parallel": {"tp": 2}, "recompute": "selective", "compile": True}),
         (4, {"parallel": {"pp": 2, "tp": 2}}),
         (2, {"parallel": {"cp": 2}}),
+        (4, {"parallel": {"tp": 2}, "model": TREE["model"] | {"num_nextn_predict_layers": 1}}),
     ],
     ids=str,
 )

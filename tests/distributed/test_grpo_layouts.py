@@ -54,17 +54,19 @@ def learn(tree, folder):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "grpo"),
+    ("parallel", "grpo", "model"),
     [
-        ({"dp_shard": 2, "tp": 2}, {}),
-        ({"dp_replicate": 2, "pp": 2}, {"aggregation": "sequence"}),
-        ({"dp_shard": 2, "cp": 2}, {"aggregation": "sequence"}),
-        ({"dp_shard": 4}, {}),
+        ({"dp_shard": 2, "tp": 2}, {}, {}),
+        ({"dp_replicate": 2, "pp": 2}, {"aggregation": "sequence"}, {}),
+        ({"dp_shard": 2, "cp": 2}, {"aggregation": "sequence"}, {}),
+        ({"dp_shard": 4}, {}, {}),
+        ({"pp": 2, "cp": 2}, {}, {"num_nextn_predict_layers": 1}),
     ],
     ids=str,
 )
-def test_updates_of_one_process(pool, tmp_path, parallel, grpo):
+def test_updates_of_one_process(pool, tmp_path, parallel, grpo, model):
     tree = TREE | {"grpo": TREE["grpo"] | {"warmup_steps": 1, "warmup_lr": 0.5} | grpo}
+    tree["model"] = MODEL | model
     (expected, numbers), *_ = pool.run(1, learn, tree, tmp_path / "one")
     results = pool.run(4, learn, tree | {"parallel": parallel}, tmp_path / "many")
     check_close([changes for changes, _ in results], expected, 2e-5, "weights after two updates")

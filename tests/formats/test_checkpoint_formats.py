@@ -69,21 +69,22 @@ def fp8(tmp_path):
     for name in ("fp8", "fp32"):
         theirs.save_pretrained(tmp_path / name)
     tensors, plain = {}, {}
-    for key, weight in load_file(tmp_path / "fp32/model.safetensors").items():
+    stored = load_file(tmp_path / "fp32/model.safetensors")
+    # a layer that is a copy of the last, and what it has besides
+    last = {key: weight for key, weight in stored.items() if key.startswith("model.layers.2.")}
+    stored |= {key.replace("layers.2.", "layers.3."): weight / 2 for key, weight in last.items()}
+    stored["model.layers.3.eh_proj.weight"] = torch.randn(152, 304)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        stored[f"model.layers.3.{norm}.weight"] = torch.randn(152)
+    for key, weight in stored.items():
         tensors[key] = plain[key] = weight
         if not key.endswith(NOT_FP8):
             tensors[key], tensors[key + "_scale_inv"], plain[key] = to_fp8(weight)
-    tensors |= {
-        "model.layers.3.eh_proj.weight": torch.zeros(152, 304),
-        "model.layers.3.enorm.weight": torch.ones(152),
-    }
     save_file(tensors, tmp_path / "fp8/model.safetensors")
     save_file(plain, tmp_path / "fp32/model.safetensors")
-    edit_json(
-        tmp_path / "fp8" / "config.json",
-        quantization_config=FP8_SETTINGS,
-        num_nextn_predict_layers=1,
-    )
+    for name in ("fp8", "fp32"):
+        edit_json(tmp_path / name / "config.json", num_nextn_predict_layers=1)
+    edit_json(tmp_path / "fp8" / "config.json", quantization_config=FP8_SETTINGS)
     return tmp_path / "fp8", tmp_path / "fp32"
 
 

@@ -341,6 +341,23 @@ def test_experts_by_hand():
     assert adapted == 24 * 16 * (4 * (h + h) + (h + 64 * 64))
 
 
+def test_a_depth_of_multi_token_prediction():
+    """DeepSeek-V3's has 11.5B parameters beside embedding and head, says its README_WEIGHTS.md, which leaves out the
+    projection; the head runs again."""
+    h = 7168
+    plain, further = (
+        count_work(model_config("deepseek-v3", num_nextn_predict_layers=depths))
+        for depths in (0, 1)
+    )
+    block = further.parameters - plain.parameters - 2 * h * h
+    assert block / 1e9 == pytest.approx(11.5, abs=0.05)
+    attention = h * (1536 + 576) + 128 * (1536 * 192 + 512 * 256 + 128 * h)
+    experts = 9 * 3 * h * 2048
+    assert further.weights - plain.weights == attention + experts + 2 * h * h + 129280 * h
+    assert further.routers - plain.routers == 256 * h
+    assert further.attention - plain.attention == plain.attention / 61
+
+
 def test_of_a_hybrids_layers_only_attention_has_a_window():
     """Layers 0, 2, 4, ... see one; of these, layer 4 alone is attention, beside layer 3, which sees all."""
     layers = {"layer_pattern": "MEM**E", "num_layers": 6, "sliding_window": 16}

@@ -166,12 +166,13 @@ def test_an_action_takes_what_its_rank_does_since_the_one_before():
     }  # 2 seconds of gathering come before all
 
 
-def test_model_flops_of_packed_documents_are_those_that_run():
+@pytest.mark.parametrize("depths", [0, 2])
+def test_model_flops_of_packed_documents_are_those_that_run(depths):
     """All that is executed but 2 of attention's 14 d L per key: its backward kernel computes the scores again."""
     batch = {"global": 2, "micro": 1, "seq_len": 512}
-    config = configs.from_dict(
-        TREE | {"task": "sft", "data": {"kind": "mock", "packed": True}, "batch": batch}
-    )
+    tree = TREE | {"task": "sft", "data": {"kind": "mock", "packed": True}, "batch": batch}
+    tree["model"] = TREE["model"] | {"num_nextn_predict_layers": depths}
+    config = configs.from_dict(tree)
     visible = visible_share(open_dataset(config)[0])
     assert visible < 0.7  # several documents
     trace = trace_step(config, 2, visible=visible)

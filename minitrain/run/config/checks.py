@@ -24,6 +24,7 @@ from minitrain.run.config.layout_checks import (
     unused_pipeline_faults,
 )
 from minitrain.settings import Config
+from minitrain.training.mtp_loss import trains_further
 from minitrain.training.sigmas import check_diffusion
 
 VIDEOS = ("latents", "shapes")
@@ -398,6 +399,11 @@ def _grpo_faults(c: Config) -> Faults:
         c.parallel.cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"),
         f"parallel.cp={c.parallel.cp}: no rank sees whole sequences, as ratio=sequence and importance=sequence-mask "
         f"need (use cp=1)",
+    )
+    yield (
+        g.aggregation != "token" and trains_further(c),
+        f"grpo.aggregation={g.aggregation}: multi-token prediction is trained along with the mean over tokens alone "
+        f"(use aggregation=token, or mtp_weight=0)",
     )
     yield from sampler_faults(c)
     yield (

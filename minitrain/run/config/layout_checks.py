@@ -4,7 +4,7 @@ import math
 
 from minitrain.errors import Faults, InputError, refuse
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.parallel.pipeline_split import SCHEDULES, pipeline_needs
+from minitrain.parallel.pipeline_split import SCHEDULES, head_fits, pipeline_needs
 from minitrain.run.config.environment import world_size
 from minitrain.settings import Config
 
@@ -47,7 +47,7 @@ def tensor_faults(config: Config) -> Faults:
 
 def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
     """Return the sizes of a decoder that tensor parallelism splits, by what its layers consist of."""
-    parts = {part for layer in range(model.num_layers) for part in model.parts(layer)}
+    parts = {part for layer in model.all_layers for part in model.parts(layer)}
     fields = {
         "attention": ["num_key_value_heads", "num_attention_heads"],
         "mamba": ["mamba_n_groups"],
@@ -138,9 +138,8 @@ def pipeline_faults(config: Config) -> Faults:
         f"parallel.pp={p.pp} x vp={p.vp} stages are more than the {slots} that num_layers={slots - 2}, embedding "
         f"and head can fill (use at most {slots} stages)",
     )
-    each, more = divmod(slots - 1 + p.head_layers, stages)
     yield (
-        p.head_layers > each + (more > 1),
+        not head_fits(p.head_layers, slots - 2, stages),
         f"parallel.head_layers={p.head_layers} is more than a stage's even share of num_layers={slots - 2} over "
         f"pp={p.pp} x vp={p.vp} stages (use less, or fewer stages)",
     )

@@ -47,6 +47,10 @@ READERS: dict[str, Reader] = {
     "dpo": Reader("task=dpo", lambda c: c.task == "dpo"),
     "grpo": Reader("task=grpo", lambda c: c.task == "grpo"),
     "rollout": Reader("task=grpo", lambda c: c.task == "grpo"),
+    "mtp_weight": Reader(
+        "models with num_nextn_predict_layers, except task=dpo",
+        lambda c: c.task != "dpo" and getattr(c.model.config, "num_nextn_predict_layers", 0),
+    ),
     "fp8": Reader("precision=fp8", lambda c: c.precision == "fp8"),
     "steps": Reader("epochs=0", lambda c: not c.epochs),
     "data.size": Reader("mock videos", lambda c: c.task == "diffusion" and c.data.kind == "mock"),

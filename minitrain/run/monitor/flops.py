@@ -39,7 +39,7 @@ class Work:
     """The work that a model does for one token.
 
     weights: N, the matmul weights: every nn.Linear, the chosen experts, the output head (tied or
-        not), no embedding.
+        not), which each depth of multi-token prediction uses again, no embedding.
     attention: d L, heads * head_dim summed over the layers: multiply-adds per key, for scores and
         again for values (where keys and values have different widths, their mean).
     windowed: d L of further layers, in which a token sees only `window` keys.
@@ -134,13 +134,13 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
     weights = sum(
         module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
     )
-    if config.tie_word_embeddings:
-        weights += model.head_weight.numel()
+    heads = config.num_nextn_predict_layers + config.tie_word_embeddings
+    weights += heads * model.head_weight.numel()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     stacks = sum(p.numel() for module in experts for p in module.parameters() if p.ndim == 3)
     if experts:
         weights += stacks * config.num_experts_per_tok // config.num_experts
-    mixers = [config.parts(layer)[0] for layer in range(config.num_layers)]
+    mixers = [config.parts(layer)[0] for layer in config.all_layers]
     windowed = sum(
         mixer == "attention" and config.windowed(layer) for layer, mixer in enumerate(mixers)
     )

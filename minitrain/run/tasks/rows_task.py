@@ -84,6 +84,8 @@ class RowsTask:
             if loss is None:
                 return False
             numbers["val_loss"] = loss
+            if hasattr(self.trainer.objective, "held_out"):
+                numbers |= self.trainer.objective.held_out(self.trainer.total)
             if self.bytes_per_token:
                 numbers["val_bits_per_byte"] = bits_per_byte(loss, self.bytes_per_token)
         if step == config.steps and config.validation.exact_match:
