@@ -27,7 +27,7 @@ from minitrain.errors import InputError, hub_hint, located, refuse, refused
 from minitrain.formats.hf import load_pretrained, read_config
 from minitrain.formats.peft import load_merged
 from minitrain.models.wan_config import WanConfig
-from minitrain.rollout.drafting import SAME_IDS, check_draft
+from minitrain.rollout.drafting import MTP, SAME_IDS, check_draft
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
@@ -49,8 +49,9 @@ def generate_text(options: Namespace) -> None:
     check_same_ids(source, options.model, "--tokenizer ")
     if options.draft:
         with located(f"--draft {options.draft}"):
-            check_draft(config, read_config(options.draft))
-            check_same_ids(source, options.draft, "", SAME_IDS)
+            check_draft(config, MTP if options.draft == MTP else read_config(options.draft))
+            if options.draft != MTP:
+                check_same_ids(source, options.draft, "", SAME_IDS)
     tokenizer = load_tokenizer(source)
     template = choose_template("auto", tokenizer) if options.chat else None
     replied = template and end_of_reply(template, tokenizer)
@@ -71,8 +72,10 @@ def generate_text(options: Namespace) -> None:
     samples = options.n * max(1, len(prompts))
     device = pick_device(options.device)
     model = load_merged(options.model, options.adapter, device=device)
-    draft = load_pretrained(options.draft, device=device) if options.draft else None
-    settings = Rollout(draft_tokens=options.draft_tokens)
+    draft = None
+    if options.draft not in (None, MTP):
+        draft = load_pretrained(options.draft, device=device)
+    settings = Rollout(draft=options.draft or "", draft_tokens=options.draft_tokens)
     sampler = Sampler(model, tokenizer, settings, samples, longest, draft)
     if options.prompts:
         write_answers(options, lines, sampler.generate_text(prompts, params))
@@ -80,6 +83,10 @@ def generate_text(options: Namespace) -> None:
         show(sampler, sampler.submit(prompts[0], params), "" if template else options.prompt)
     else:
         converse(sampler, params, system_of(options), template)
+    if sampler.drafter:
+        counts = sampler.drafter.counts
+        right = f"{counts['accepted']:,} of {counts['drafted']:,} drafts were right"
+        print(f"note: {right}", file=sys.stderr)
 
 
 def read_prompts(
@@ -212,7 +219,8 @@ def show(sampler: Sampler, samples: list[Sample], prompt: str) -> str:
 def check_folders(options: Namespace) -> None:
     """Raise InputError where an option names no folder."""
     for name in ("model", "adapter", "draft"):
-        if (folder := getattr(options, name)) and not Path(folder).is_dir():
+        folder = getattr(options, name)
+        if folder and (name, folder) != ("draft", MTP) and not Path(folder).is_dir():
             hint = (
                 hub_hint(folder, f"--{name} ")
                 or " (give one in Hugging Face layout, such as a run's out_dir)"

@@ -336,7 +336,10 @@ class Caches:
         self.drafts: Caches | None = None
 
     def add_drafts(self, config: DecoderConfig, layers: range) -> None:
-        """Make `drafts` for the layers of a model."""
+        """Make `drafts` for layers of another model, or for further ones of this."""
+        if layers.start and self.layers[-1]:
+            # these read its output, also of a prompt's tokens
+            self.layers[-1].last = False
         sizes = self.null_page, self.page_size, self.null_slot
         self.drafts = Caches(config, *sizes, layers)
         self.rows.windowed |= self.drafts.rows.windowed

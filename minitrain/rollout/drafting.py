@@ -19,7 +19,10 @@ and is overwritten when others come there. Mamba's states are stored once the co
 (`Caches.settle`). Shapes are static: a step with its drafts is one CUDA graph. The caches of what
 drafts have the pages, slots and rows of the model's, so that the scheduler knows nothing of it.
 
-Left out: draft models with Mamba layers, trees of drafts, a k that follows the acceptance.
+What drafts is a smaller model (`DraftModel`), or a layer that the model has for it (`FurtherLayer`).
+
+Left out: draft models with Mamba layers, trees of drafts, a k that follows the acceptance, later
+layers of multi-token prediction than the first, which published models have alone.
 """
 
 from collections import Counter
@@ -39,6 +42,8 @@ from minitrain.rollout.weights import SamplerWeights
 from minitrain.settings import Rollout
 from minitrain.training.loss import VocabShard
 
+# stands for the model's own layers in place of a draft model's folder
+MTP = "mtp"
 # what a draft model must be
 SAME_IDS = "a draft model of the same tokenizer"
 
@@ -65,15 +70,40 @@ class DraftModel:
     ) -> tuple:
         """Return head(hidden states, weight, None) of a pass over tokens.
 
-        tokens, positions: [1, tokens]. hidden: [1, tokens, hidden], not for this class.
+        tokens, positions: [1, tokens]. hidden: [1, tokens, hidden], the model's, and for one draft
+            after another those that the last was from. Only a layer of the model's reads them.
         """
         # beyond its own positions it only guesses worse
         positions = positions.clamp(max=self.model.config.max_position_embeddings - 1)
         return self.model(tokens, positions=positions, head=head, cache=cache)
 
 
+class FurtherLayer(DraftModel):
+    """The model's first layer of multi-token prediction (models/mtp.py), fed with its own output.
+
+    Entry i of its cache is of the hidden state of token i, and of token i + 1.
+    """
+
+    ahead = 2
+
+    def __init__(self, model: Decoder, count: int):
+        super().__init__(model, count)
+        number = model.config.num_layers
+        self.layers = range(number, number + 1)
+        self.weights = None
+
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, head, cache: Caches
+    ) -> tuple:
+        hidden = self.model.predict_further(hidden, tokens, positions=positions, cache=cache)
+        return head(hidden, self.model.head_weight, None)
+
+
 def open_drafter(model: Decoder, settings: Rollout, draft: Decoder | None) -> DraftModel | None:
-    """Return what drafts for `model`: the model `draft`; None without one."""
+    """Return what drafts for `model`: the model `draft`, or a layer of its own; None if nothing does."""
+    if settings.draft == MTP:
+        check_draft(model.config, MTP)
+        return FurtherLayer(model, settings.draft_tokens)
     if draft is None:
         if settings.draft:
             raise InputError(
@@ -84,8 +114,13 @@ def open_drafter(model: Decoder, settings: Rollout, draft: Decoder | None) -> Dr
     return DraftModel(draft, settings.draft_tokens)
 
 
-def check_draft(config: DecoderConfig, draft: DecoderConfig) -> None:
-    """Raise InputError for a model `draft` that cannot draft for one of `config`."""
+def check_draft(config: DecoderConfig, draft: DecoderConfig | str) -> None:
+    """Raise InputError for a model `draft`, or MTP, that cannot draft for a model of `config`."""
+    if draft == MTP:
+        if not config.num_nextn_predict_layers:
+            told = "the model has no layers of multi-token prediction"
+            raise InputError(f"{told} (use a draft model's folder, or nothing)")
+        return
     # a diffusion model knows none
     sizes = [getattr(each, "vocab_size", 0) for each in (draft, config)]
     if sizes[0] != sizes[1]:

@@ -12,6 +12,8 @@ A batch has 1, 2, 4, ... rows, some of them padding, and all that changes betwee
 buffers with fixed addresses. So on CUDA a step is captured as a graph once per number of rows and
 replayed `steps` times. Then the host looks at the tokens, and drops those after a sample's end.
 
+With drafts (drafting.py) it is over several tokens of each sample, of which it tells how many count.
+
 Tensor parallel: every rank of the group calls the same methods in the same order. Ranks need not
 communicate about schedules, which depend on these calls alone. They agree on tokens by exchanging
 their best candidates. Rows are padded to a multiple of the ranks, for sequence parallelism. With
@@ -65,7 +67,8 @@ class Sampler:
     samples: the largest number of samples that will be asked for at once.
     longest: the largest number of tokens of a sample, its prompt included. Both bound the memory
         of the caches.
-    draft: a smaller model of the same vocabulary, which guesses tokens (drafting.py).
+    draft: a smaller model of the same vocabulary, which guesses tokens (drafting.py). With
+        rollout.draft=mtp the model does it itself.
     After the weights have changed, call `refresh`. Do not sample while the model trains.
     """
 

@@ -218,10 +218,10 @@ def fill(model, round):
         part.copy_((noise + name.endswith("norm.weight"))[where])
 
 
-def sample_twice(model, after_round=lambda: None, draft=None, **settings):
+def sample_twice(model, after_round=lambda: None, beside=None, **settings):
     """Before and after new weights: (tokens, log-probabilities) of each sample, and the sampler."""
     rollout = Rollout(slots=5, page_size=4, pages=12, chunk=9, **settings)
-    found, sampler = [], Sampler(model, settings=rollout, draft=draft)
+    found, sampler = [], Sampler(model, settings=rollout, draft=beside)
     for round in (0, 1):
         fill(model, round)
         sampler.refresh()
@@ -276,17 +276,29 @@ def test_ranks_that_share_a_model_sample_as_one(pool, model, ep):
 
 def sample_shared_with_drafts(tree):
     """Of a model that is whole on every rank, where it is not quite the same: as if it rounded differently."""
-    draft = make("qwen3-32b")
-    draft.lm_head.weight.add_(0.02 * dist.get_rank() * torch.randn(draft.lm_head.weight.shape))
-    found, sampler = sample_twice(shared_model(tree), draft=draft)
+    model, draft = shared_model(tree), None
+    if not model.config.num_nextn_predict_layers:
+        draft = make("qwen3-32b")
+        draft.lm_head.weight.add_(
+            0.02 * dist.get_rank() * torch.randn(draft.lm_head.weight.shape)
+        )
+    found, sampler = sample_twice(model, beside=draft, draft="" if draft else "mtp")
     return found, sampler.scheduler.preemptions, dict(sampler.drafter.counts)
 
 
 @pytest.mark.parametrize(
-    ("name", "ep"), [("qwen3-30b-a3b", 1), ("deepseek-v3", 2), ("nemotron3-super-120b-a12b", 2)]
+    ("name", "ep", "depths"),
+    [
+        ("qwen3-30b-a3b", 1, 0),
+        ("nemotron3-super-120b-a12b", 2, 0),
+        ("deepseek-v3", 2, 1),
+        ("llama3-8b", 1, 1),
+    ],
 )
-def test_ranks_that_share_a_model_verify_the_same_drafts(pool, name, ep):
-    tree = TREE | {"model": {"name": f"{name}-tiny"}, "rollout": {"tp": 2, "ep": ep}}
+def test_ranks_that_share_a_model_verify_the_same_drafts(pool, name, ep, depths):
+    """Those of a model beside it, and those of its own layer of multi-token prediction."""
+    model = {"name": f"{name}-tiny", "num_nextn_predict_layers": depths}
+    tree = TREE | {"model": model, "rollout": {"tp": 2, "ep": ep}}
     model = Decoder(configs.from_dict(tree).model.config).requires_grad_(False)
     expected, _ = sample_twice(model)
     results = pool.run(2, sample_shared_with_drafts, tree)
@@ -463,13 +475,17 @@ def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
     )  # none for a step that will not be
 
 
-def test_drafts_change_no_response(pool, tmp_path):
-    """And the log, which a rank that only trains may write, says how many were right."""
+@pytest.mark.parametrize("own", [False, True])
+def test_drafts_change_no_response(pool, tmp_path, own):
+    """And the log, which a rank that only trains may write, says how many were right. Of a draft model; and of a layer
+    of the policy that is trained along."""
+    model = MODEL | {"num_nextn_predict_layers": int(own)}
     save_pretrained(Decoder(configs.from_dict({"model": MODEL}).model.config), tmp_path / "draft")
-    tree = LAGGING | {"steps": 2}
+    tree = LAGGING | {"steps": 2, "model": model}
     [(expected, _)] = pool.run(1, run, tree, tmp_path / "plain", [])
     assert not any("draft" in key for line in expected for key in line)
-    drafting = {"max_tokens": 8, "draft": str(tmp_path / "draft"), "draft_tokens": 2}
+    draft = "mtp" if own else str(tmp_path / "draft")
+    drafting = {"max_tokens": 8, "draft": draft, "draft_tokens": 2}
     tree = tree | {"rollout": drafting}
     [(alone, _)] = pool.run(1, run, tree, tmp_path / "alone", [])
     apart = tree | {"grpo": tree["grpo"] | {"generation_ranks": 2}}

@@ -86,3 +86,11 @@ def test_pages_of_the_default_size_are_read_on_cuda():
     check_page_size(Rollout().page_size, config, tp=1)
     with pytest.raises(InputError, match="page_size=64 must be a multiple of 128 on CUDA"):
         check_page_size(64, config, tp=1)
+    # 128 heads read the same latents, and 4 query heads the same keys, for each of several tokens
+    latents = model_config("deepseek-v3")
+    check_page_size(128, latents, tp=4, width=4)
+    check_page_size(128, config, tp=8, width=32)
+    with pytest.raises(InputError, match="page_size=128 must be .* at least 256 for this model"):
+        check_page_size(128, latents, tp=2, width=4)
+    with pytest.raises(InputError, match="page_size=128 must be .* at least 256 for this model"):
+        check_page_size(128, config, tp=8, width=33)

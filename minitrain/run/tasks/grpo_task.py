@@ -19,6 +19,7 @@ from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
 from minitrain.models.decoder import Decoder
 from minitrain.parallel.agreement import gather, lead, together, wait_for_all
+from minitrain.rollout.drafting import MTP
 from minitrain.run.checkpoint.checkpoint_files import complete_steps
 from minitrain.run.checkpoint.checkpointer import (
     Checkpointer,
@@ -82,7 +83,7 @@ class GrpoTask:
     def load_draft(self, ranks: Ranks, device_type: str) -> Decoder | None:
         """Return the model that drafts on this rank, if it samples."""
         folder = self.config.rollout.draft
-        if folder and dist.get_rank() in ranks.sampling:
+        if folder not in ("", MTP) and dist.get_rank() in ranks.sampling:
             return load_pretrained(folder, device=device_type)
 
     def begin(self) -> int:

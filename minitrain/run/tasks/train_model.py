@@ -60,7 +60,7 @@ def check_sources(config: Config) -> None:
     """Raise InputError if files to start from are missing, or are of another tokenizer."""
     from minitrain.data.tokenizer import check_same_ids
     from minitrain.formats.hf import find_weights, read_config
-    from minitrain.rollout.drafting import SAME_IDS, check_draft
+    from minitrain.rollout.drafting import MTP, SAME_IDS, check_draft
 
     path = config.model.path
     if path:
@@ -72,10 +72,11 @@ def check_sources(config: Config) -> None:
     draft = config.task == "grpo" and config.rollout.draft
     if draft:
         with located(f"rollout.draft={draft}"):
-            shape = read_config(draft)
+            shape = MTP if draft == MTP else read_config(draft)
             check_draft(config.model.config, shape)
-            find_weights(shape, draft)
-            check_same_ids(config.data.tokenizer, draft, "", SAME_IDS)
+            if shape != MTP:
+                find_weights(shape, draft)
+                check_same_ids(config.data.tokenizer, draft, "", SAME_IDS)
 
 
 def open_log(task: Task) -> MetricsLog:
