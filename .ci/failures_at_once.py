@@ -1,4 +1,4 @@
-"""A pytest plugin that prints each failure when it happens: a run that is cut short would tell none."""
+"""A pytest plugin that prints each failure immediately, so that a run that is cut short has shown it."""
 
 
 def pytest_runtest_logreport(report):

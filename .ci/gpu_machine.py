@@ -1,8 +1,8 @@
-"""Print what `.ci/gpu` runs on, and what it runs: python .ci/gpu_machine.py
+"""Print the machine that `.ci/gpu` runs on, and the version of the code: python .ci/gpu_machine.py
 
-The first line is the GPU's name and its gigabytes, the second the versions and a digest of the package's
-source files. A copy of the tree that came without .git has no commit to tell: the same command prints the
-same digest in the checkout that it was copied from. Without a GPU the name is cpu.
+The first line is the GPU's name (or cpu) and its gigabytes; the second, the versions and a digest of the package's
+source files. The digest identifies the code in copies without .git: this command prints the same digest in the
+checkout that was copied.
 """
 
 import hashlib
@@ -19,12 +19,14 @@ from minitrain.run.launch.same_run import code_digests
 
 
 def digest_of_sources() -> str:
+    """Return a digest of all of the package's files."""
     files = {name: digest for name, digest in code_digests().items() if name != "torch"}
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
 
 def main() -> None:
-    name, gigabytes = "cpu", 0
+    name = "cpu"
+    gigabytes = 0
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
         name = gpu.name.removeprefix("NVIDIA ").replace(" ", "-").lower()

@@ -1,41 +1,66 @@
 """Measure the rates of single kernels on one GPU: python .ci/gpu_rates.py FILE [SECONDS [GROUP...]]
 
-Each line of FILE is a JSON object: kernel, shape, milliseconds, TFLOP/s, GB/s. Kernels are compiled by several
-processes at once and timed by one at a time. No kernel is begun after SECONDS (default 90).
+Each line of FILE is a JSON object with the kernel, its shape, milliseconds, TFLOP/s and GB/s. Several processes
+compile kernels at the same time; only one kernel is timed at a time. No kernel is started after SECONDS (default 90).
 """
 
-import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpu_kernels import DEVICE, Heads, Kernel, bf16, masked_flex, measure, write
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-DEVICE = "cuda"
 PROCESSES = 12
 TOKENS = 8192
+RANK = 16
+# (in features, out features) of the Linears of Llama 3 8B
 LLAMA = {
     "q, o": (4096, 4096),
     "k, v": (4096, 1024),
     "gate, up": (4096, 14336),
     "down": (14336, 4096),
 }
-# hidden size, the experts' intermediate size, experts, rows per expert
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The shape of a layer of experts."""
+
+    hidden: int
+    # intermediate size of an expert
+    inner: int
+    experts: int
+    # rows per expert
+    rows: int
+
+    def __str__(self) -> str:
+        return str(tuple(asdict(self).values()))
+
+
 EXPERTS = {
-    "qwen3-30b, 16 experts": (2048, 768, 16, 4096),
-    "qwen3-30b, 16 experts, few rows": (2048, 768, 16, 512),
-    "qwen3-30b, all": (2048, 768, 128, 512),
-    "gpt-oss-20b": (2880, 2880, 4, 8192),
-    "deepseek-v3": (7168, 2048, 8, 4096),
-    "mixtral-8x7b": (4096, 14336, 4, 4096),
+    "qwen3-30b, 16 experts": Experts(2048, 768, 16, 4096),
+    "qwen3-30b, 16 experts, few rows": Experts(2048, 768, 16, 512),
+    "qwen3-30b, all": Experts(2048, 768, 128, 512),
+    "gpt-oss-20b": Experts(2880, 2880, 4, 8192),
+    "deepseek-v3": Experts(7168, 2048, 8, 4096),
+    "mixtral-8x7b": Experts(4096, 14336, 4, 4096),
 }
 
-DECODING = (  # options of FlexAttention's decoding kernel
+LLAMA_HEADS = Heads(batch=1, heads=32, kv_heads=8, length=8192, width=128)
+SHORT_LLAMA_HEADS = replace(LLAMA_HEADS, batch=2, length=4096)
+GPT_OSS_HEADS = Heads(batch=2, heads=64, kv_heads=8, length=4096, width=64)
+WAN_HEADS = Heads(batch=1, heads=40, kv_heads=40, length=37440, width=128)
+
+# options to try in FlexAttention's decoding kernel
+DECODING = (
     {"num_stages": 3},
     {"num_stages": 3, "num_warps": 4},
     {"num_stages": 3, "SPLIT_KV": 2},
@@ -47,182 +72,182 @@ DECODING = (  # options of FlexAttention's decoding kernel
     {"num_stages": 3, "BLOCK_N": 32},
     {"num_stages": 2, "num_warps": 4},
 )
+# and in its kernels for training
+TRAINING = ({"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}, {"num_warps": 8})
 
 
-def bf16(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+@dataclass
+class Job:
+    """Kernels that one process makes, compiles and measures."""
+
+    group: str
+    # as the results name it
+    shape: str
+    make: Callable[[], Iterable[Kernel]]
 
 
-def products():
-    """Dense products: name, function, FLOPs, bytes."""
+def jobs() -> Iterator[Job]:
+    """Yield all measurements, the most important first."""
+    yield Job("product", f"{TOKENS} tokens", products)
+    yield Job("product", "8192^3", fp8_products)
+    yield Job("product", "4096^3", unaligned_scale)
+    yield Job("thin", f"{TOKENS} tokens, rank {RANK}", thin_products)
+    yield Job("memory", "", memory)
+    for name, shape in EXPERTS.items():
+        yield Job("grouped", f"{name} {shape}", partial(grouped, shape))
+    for heads in (SHORT_LLAMA_HEADS, LLAMA_HEADS, GPT_OSS_HEADS):
+        yield Job("attention", str(heads), partial(sdpa, heads, causal=True))
+    yield Job("attention", str(WAN_HEADS), partial(sdpa, WAN_HEADS, causal=False))
+    yield Job("attention", str(LLAMA_HEADS), partial(flex, LLAMA_HEADS))
+    for window in (0, 128):
+        make = partial(flex, GPT_OSS_HEADS, window, sinks=True)
+        yield Job("attention", str(GPT_OSS_HEADS), make)
+    for rows in (64, 192, 16, 1):
+        for options in DECODING:
+            yield Job(
+                "decode", f"{rows} rows, 1152 tokens", partial(decode, rows, 1152, **options)
+            )
+    for options in TRAINING:
+        make = partial(flex, GPT_OSS_HEADS, sinks=True, **options)
+        yield Job("attention", str(GPT_OSS_HEADS), make)
+
+
+# --- matrix products, memory
+
+
+def products() -> Iterator[Kernel]:
+    """Yield products of Llama 3 8B."""
     for name, (inner, out) in LLAMA.items():
-        x, w = bf16(TOKENS, inner), bf16(out, inner)
-        flops, moved = 2 * TOKENS * inner * out, 2 * (TOKENS * inner + inner * out + TOKENS * out)
-        yield f"bf16 {name}", partial(torch.mm, x, w.t()), flops, moved
-    x, w = bf16(2048, 4096), bf16(128256, 4096)
-    yield (
-        "bf16 head, 2,048 tokens",
-        partial(torch.mm, x, w.t()),
-        2 * 2048 * 4096 * 128256,
-        2 * 2048 * 128256,
-    )
+        x = bf16(TOKENS, inner)
+        w = bf16(out, inner)
+        moved = 2 * (TOKENS * inner + inner * out + TOKENS * out)
+        run = partial(torch.mm, x, w.t())
+        yield Kernel(f"bf16 {name}", run, 2 * TOKENS * inner * out, moved)
+    x = bf16(2048, 4096)
+    w = bf16(128256, 4096)
+    run = partial(torch.mm, x, w.t())
+    yield Kernel("bf16 head, 2,048 tokens", run, 2 * 2048 * 4096 * 128256, 2 * 2048 * 128256)
 
 
-def fp8_products():
-    one, size = torch.ones((), device=DEVICE), 8192
-    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    for left, fast in ((e4m3, True), (e4m3, False), (e5m2, True), (e5m2, False)):
-        a, b = bf16(size, size).to(left), bf16(size, size).to(e4m3).t()
-        product = partial(
-            torch._scaled_mm,
-            a,
-            b,
-            scale_a=one,
-            scale_b=one,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=fast,
-        )
-        name = f"fp8 {str(left)[13:17]} x e4m3, {'fast' if fast else 'fp32'} accumulation"
-        yield name, product, 2 * size**3, 4 * size**2
+def fp8_products() -> Iterator[Kernel]:
+    """Yield square products with both formats of the left factor and both accumulations."""
+    size = 8192
+    one = torch.ones((), device=DEVICE)
+    for left in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for fast in (True, False):
+            a = bf16(size, size).to(left)
+            b = bf16(size, size).to(torch.float8_e4m3fn).t()
+            run = partial(
+                torch._scaled_mm,
+                a,
+                b,
+                scale_a=one,
+                scale_b=one,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=fast,
+            )
+            name = f"fp8 {str(left)[13:17]} x e4m3, {'fast' if fast else 'fp32'} accumulation"
+            yield Kernel(name, run, 2 * size**3, 4 * size**2)
 
 
-def unaligned_scale():
-    """A product with a scale that does not begin at a multiple of 16 bytes, which cuBLAS is said to refuse."""
+def unaligned_scale() -> Iterator[Kernel]:
+    """Yield a product whose scale is not aligned to 16 bytes, which cuBLAS is said to refuse."""
     a, b = (bf16(4096, 4096).to(torch.float8_e4m3fn) for _ in range(2))
     one, other = torch.ones(8, device=DEVICE).view(2, 4)[:, 1]
-    yield (
-        "fp8, unaligned scale",
-        partial(torch._scaled_mm, a, b.t(), one, other, out_dtype=torch.bfloat16),
-        2 * 4096**3,
-        0,
-    )
+    run = partial(torch._scaled_mm, a, b.t(), one, other, out_dtype=torch.bfloat16)
+    yield Kernel("fp8, unaligned scale", run, 2 * 4096**3)
 
 
-def thin_products():
-    """Products of LoRA with rank 16, forward and backward."""
-    rank = 16
+def thin_products() -> Iterator[Kernel]:
+    """Yield LoRA's products with its low-rank factors, forward and backward."""
     for inner, out in LLAMA.values():
-        x, y, a, b, h = (
-            bf16(*s)
-            for s in ((TOKENS, inner), (TOKENS, out), (rank, inner), (out, rank), (TOKENS, rank))
-        )
-        flops, wide, narrow = 2 * TOKENS * rank, 2 * TOKENS * inner, 2 * TOKENS * out
-        yield f"x A^T, {inner}", partial(torch.mm, x, a.t()), flops * inner, wide
-        yield f"h B^T, {out}", partial(torch.mm, h, b.t()), flops * out, narrow
-        yield f"y + h B^T, {out}", partial(torch.addmm, y, h, b.t()), flops * out, 2 * narrow
-        yield f"dy B, {out}", partial(torch.mm, y, b), flops * out, narrow
-        yield f"dy^T h, {out}", partial(torch.mm, y.t(), h), flops * out, narrow
-        yield f"dh^T x, {inner}", partial(torch.mm, h.t(), x), flops * inner, wide
+        x = bf16(TOKENS, inner)
+        y = bf16(TOKENS, out)
+        a = bf16(RANK, inner)
+        b = bf16(out, RANK)
+        h = bf16(TOKENS, RANK)
+        flops = 2 * TOKENS * RANK
+        x_bytes = 2 * TOKENS * inner
+        y_bytes = 2 * TOKENS * out
+        yield Kernel(f"x A^T, {inner}", partial(torch.mm, x, a.t()), flops * inner, x_bytes)
+        yield Kernel(f"h B^T, {out}", partial(torch.mm, h, b.t()), flops * out, y_bytes)
+        add = partial(torch.addmm, y, h, b.t())
+        yield Kernel(f"y + h B^T, {out}", add, flops * out, 2 * y_bytes)
+        yield Kernel(f"dy B, {out}", partial(torch.mm, y, b), flops * out, y_bytes)
+        yield Kernel(f"dy^T h, {out}", partial(torch.mm, y.t(), h), flops * out, y_bytes)
+        yield Kernel(f"dh^T x, {inner}", partial(torch.mm, h.t(), x), flops * inner, x_bytes)
 
 
-def memory():
-    a, b = bf16(2**30), bf16(2**30)
-    yield "copy", partial(b.copy_, a), 0, 2 * a.nbytes
-    yield "add", partial(torch.add, a, b, out=a), 0, 3 * a.nbytes
+def memory() -> Iterator[Kernel]:
+    """Yield a copy and an addition of large tensors."""
+    a = bf16(2**30)
+    b = bf16(2**30)
+    yield Kernel("copy", partial(b.copy_, a), moved=2 * a.nbytes)
+    yield Kernel("add", partial(torch.add, a, b, out=a), moved=3 * a.nbytes)
 
 
-def grouped(hidden: int, inner: int, experts: int, rows: int):
-    """Grouped products of experts, forward and backward."""
-    offsets = torch.arange(1, experts + 1, device=DEVICE, dtype=torch.int32) * rows
-    for name, wide, narrow in (("gate_up", hidden, 2 * inner), ("down", inner, hidden)):
-        x, w, y = (
-            bf16(experts * rows, wide),
-            bf16(experts, narrow, wide),
-            bf16(experts * rows, narrow),
-        )
-        flops, moved = 2 * experts * rows * wide * narrow, x.nbytes + w.nbytes + y.nbytes
-        yield (
-            f"{name} forward",
-            partial(F.grouped_mm, x, w.transpose(-2, -1), offs=offsets),
-            flops,
-            moved,
-        )
-        yield f"{name} dgrad", partial(F.grouped_mm, y, w, offs=offsets), flops, moved
-        yield f"{name} wgrad", partial(F.grouped_mm, y.t(), x, offs=offsets), flops, moved
+def grouped(shape: Experts) -> Iterator[Kernel]:
+    """Yield grouped products of experts, forward and backward."""
+    counts = torch.arange(1, shape.experts + 1, device=DEVICE, dtype=torch.int32)
+    offsets = counts * shape.rows
+    rows = shape.experts * shape.rows
+    weights = {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
+    for name, (inner, out) in weights.items():
+        x = bf16(rows, inner)
+        w = bf16(shape.experts, out, inner)
+        y = bf16(rows, out)
+        runs = {
+            "forward": partial(F.grouped_mm, x, w.transpose(-2, -1), offs=offsets),
+            "dgrad": partial(F.grouped_mm, y, w, offs=offsets),
+            "wgrad": partial(F.grouped_mm, y.t(), x, offs=offsets),
+        }
+        for direction, run in runs.items():
+            moved = x.nbytes + w.nbytes + y.nbytes
+            yield Kernel(f"{name} {direction}", run, 2 * rows * inner * out, moved)
 
 
-def forward_and_backward(name: str, attend, inputs: list[Tensor], flops: float):
+# --- attention
+
+
+def sdpa(heads: Heads, causal: bool) -> Iterator[Kernel]:
+    """Yield scaled_dot_product_attention, forward and backward."""
+    gqa = heads.heads != heads.kv_heads
+    attend = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=gqa)
+    name = f"sdpa {'causal' if causal else 'full'}"
+    pairs = heads.length**2 / (2 if causal else 1)
+    yield from forward_and_backward(name, attend, heads.tensors(), heads.flops(pairs))
+
+
+def flex(heads: Heads, window: int = 0, sinks: bool = False, **options) -> Iterator[Kernel]:
+    """Yield FlexAttention, forward and backward. FLOPs: only of pairs that the mask allows."""
+    logits = torch.zeros(heads.heads, device=DEVICE) if sinks else None
+    attend = masked_flex(heads.length, window, logits, **options)
+    pairs = heads.length * window - window**2 / 2 if window else heads.length**2 / 2
+    mask = f"window {window}" if window else "causal"
+    name = f"flex {mask}{', sinks' * sinks}{f' {options}' if options else ''}"
+    yield from forward_and_backward(name, attend, heads.tensors(), heads.flops(pairs))
+
+
+def forward_and_backward(
+    name: str, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float
+) -> Iterator[Kernel]:
+    """Yield both passes of an attention function. flops: of the forward pass."""
     for tensor in inputs:
         tensor.requires_grad_()
     out = attend(*inputs)
     gradient = torch.randn_like(out)
-    yield f"{name} forward", partial(attend, *inputs), flops, 0
+    yield Kernel(f"{name} forward", partial(attend, *inputs), flops)
     backward = partial(torch.autograd.grad, out, inputs, gradient, retain_graph=True)
-    yield f"{name} backward", backward, 2.5 * flops, 0
+    yield Kernel(f"{name} backward", backward, 2.5 * flops)
 
 
-def heads_of(batch: int, heads: int, kv_heads: int, length: int, width: int) -> list[Tensor]:
-    return [bf16(batch, n, length, width) for n in (heads, kv_heads, kv_heads)]
-
-
-def sdpa(batch: int, heads: int, kv_heads: int, length: int, width: int, causal: bool):
-    attend = partial(
-        F.scaled_dot_product_attention, is_causal=causal, enable_gqa=heads != kv_heads
-    )
-    flops = 4 * batch * heads * length**2 * width / (2 if causal else 1)
-    name = f"sdpa {'causal' if causal else 'full'}"
-    yield from forward_and_backward(
-        name, attend, heads_of(batch, heads, kv_heads, length, width), flops
-    )
-
-
-def masked_flex(length: int, window: int = 0, sinks: Tensor | None = None, **options):
-    """Return causal attention by FlexAttention, or one of a window, as a function of q, k and v.
-
-    sinks: a logit of each head that the softmax has besides those of keys.
-    """
-
-    def allows(row, head, query, key):
-        return (key <= query) & (key > query - window) if window else key <= query
-
-    blocks = create_block_mask(allows, None, None, length, length)
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = compiled(
-            q,
-            k,
-            v,
-            block_mask=blocks,
-            enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options=options or None,
-            return_aux=None if sinks is None else AuxRequest(lse=True),
-        )
-        if sinks is None:
-            return result
-        out, aux = result
-        return out * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(q.dtype)
-
-    return attend
-
-
-def flex(
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    length: int,
-    width: int,
-    window: int = 0,
-    sinks: bool = False,
-    **options,
-):
-    """FlexAttention; FLOPs are those of the pairs that the mask allows."""
-    of_heads = torch.zeros(heads, device=DEVICE) if sinks else None
-    attend = masked_flex(length, window, of_heads, **options)
-    pairs = length * window - window**2 / 2 if window else length**2 / 2
-    mask = f"window {window}" if window else "causal"
-    name = f"flex {mask}{', sinks' * sinks}{f' {options}' if options else ''}"
-    flops = 4 * batch * heads * pairs * width
-    yield from forward_and_backward(
-        name, attend, heads_of(batch, heads, kv_heads, length, width), flops
-    )
-
-
-def decode(rows: int, context: int, **options):
-    """Attention of a decoding step of Llama 3 8B over pages of 128 tokens, as rollout/caches.py launches it."""
+def decode(rows: int, context: int, **options) -> Iterator[Kernel]:
+    """Yield a decoding step's attention of Llama 3 8B over pages of 128 tokens, as in rollout/caches.py."""
     from minitrain.rollout.caches import DecodingStep
 
-    size, heads, width = 128, 8, 128
+    size = 128
+    heads = 8
+    width = 128
     pages = -(-context // size)
     pool = rows * pages + 1
     table = torch.randperm(rows * pages, device=DEVICE).view(rows, pages)
@@ -234,108 +259,26 @@ def decode(rows: int, context: int, **options):
     k, v = (bf16(pool, size, heads, width).flatten(0, 1).transpose(0, 1)[None] for _ in range(2))
     compiled = torch.compile(flex_attention, dynamic=False)
     attend = partial(compiled, q, k, v, block_mask=blocks, kernel_options=options or None)
-    yield f"decode {options}", attend, 0, 2 * 2 * rows * context * heads * width
+    yield Kernel(f"decode {options}", attend, moved=2 * 2 * rows * context * heads * width)
 
 
-def jobs():
-    """All measurements, as (group, shape, function that yields kernels, its arguments), the most telling first."""
-    yield "product", f"{TOKENS} tokens", products, {}
-    yield "product", "8192^3", fp8_products, {}
-    yield "product", "4096^3", unaligned_scale, {}
-    yield "thin", f"{TOKENS} tokens, rank 16", thin_products, {}
-    yield "memory", "", memory, {}
-    for name, shape in EXPERTS.items():
-        yield (
-            "grouped",
-            f"{name} {shape}",
-            grouped,
-            dict(zip(("hidden", "inner", "experts", "rows"), shape, strict=True)),
-        )
-    sizes = ("batch", "heads", "kv_heads", "length", "width")
-    for shape, causal in (
-        ((2, 32, 8, 4096, 128), True),
-        ((1, 32, 8, 8192, 128), True),
-        ((2, 64, 8, 4096, 64), True),
-        ((1, 40, 40, 37440, 128), False),
-    ):
-        yield (
-            "attention",
-            str(shape),
-            sdpa,
-            dict(zip(sizes, shape, strict=True)) | {"causal": causal},
-        )
-    gpt_oss, llama = (2, 64, 8, 4096, 64), (1, 32, 8, 8192, 128)
-    for shape, others in (
-        (llama, {}),
-        (gpt_oss, {"sinks": True}),
-        (gpt_oss, {"sinks": True, "window": 128}),
-    ):
-        yield "attention", str(shape), flex, dict(zip(sizes, shape, strict=True)) | others
-    for rows in (64, 192, 16, 1):
-        for options in DECODING:
-            yield (
-                "decode",
-                f"{rows} rows, 1152 tokens",
-                decode,
-                {"rows": rows, "context": 1152} | options,
-            )
-    for options in (
-        {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32},
-        {"num_warps": 8},
-    ):
-        yield (
-            "attention",
-            str(gpt_oss),
-            flex,
-            dict(zip(sizes, gpt_oss, strict=True)) | {"sinks": True} | options,
-        )
-
-
-def milliseconds(function, seconds: float = 0.1) -> float:
-    """The least of some repetitions, since other processes may use the GPU while they compile.
-
-    Calls shorter than half a millisecond repeat inside a CUDA graph, so that the host's launches do not count.
-    """
-    once = timed(function)
-    calls = max(1, min(20, int(10 / once)))
-    repeat = partial(repeated, function, calls)
-    if once < 0.5:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            repeat()
-        repeat = graph.replay
-    times, begin = [], time.perf_counter()
-    while len(times) < 5 or time.perf_counter() - begin < seconds:
-        times.append(timed(repeat) / calls)
-    return min(times)
-
-
-def repeated(function, calls: int) -> None:
-    for _ in range(calls):
-        function()
-
-
-def timed(function) -> float:
-    """Milliseconds, by events."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+# --- running
 
 
 def sustained(seconds: float = 5.0) -> dict:
-    """TFLOP/s of bf16 products over some seconds without a pause, as in training, in bursts of a tenth."""
-    a, b = bf16(8192, 8192), bf16(8192, 8192)
-    rates, begin = [], time.perf_counter()
+    """Return TFLOP/s of bf16 products over some seconds without a pause, as in training."""
+    size = 8192
+    a = bf16(size, size)
+    b = bf16(size, size)
+    rates = []
+    begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
+        # a burst of about a tenth of a second
         start = time.perf_counter()
         for _ in range(60):
             a @ b
         torch.cuda.synchronize()
-        rates.append(60 * 2 * 8192**3 / (time.perf_counter() - start) / 1e12)
+        rates.append(60 * 2 * size**3 / (time.perf_counter() - start) / 1e12)
     return {
         "kernel": "bf16 sustained",
         "shape": "8192^3",
@@ -345,63 +288,48 @@ def sustained(seconds: float = 5.0) -> dict:
 
 
 def work(queue, file: str, lock, deadline: float) -> None:
+    """Measure jobs from the queue until it yields None; after the deadline, only empty it."""
     while (job := queue.get()) is not None:
-        group, shape, make, arguments = job
         if time.time() > deadline:
             continue
         try:
-            for name, function, flops, moved in make(**arguments):
-                function()  # compiles
+            for kernel in job.make():
+                # compiles it
+                kernel.run()
                 torch.cuda.synchronize()
                 with lock:
-                    spent = milliseconds(function)
-                    outcome = {
-                        "group": group,
-                        "kernel": name,
-                        "shape": shape,
-                        "ms": round(spent, 4),
-                    }
-                    outcome |= {"tflops": round(flops / spent / 1e9, 1)} if flops else {}
-                    outcome |= {"gb_per_s": round(moved / spent / 1e6)} if moved else {}
-                    tell(file, outcome)
+                    write(file, measure(kernel, job.group, job.shape))
         except Exception as error:
+            arguments = getattr(job.make, "keywords", {})
+            failure = {"group": job.group, "shape": job.shape, "arguments": arguments}
             with lock:
-                tell(
-                    file,
-                    {
-                        "group": group,
-                        "shape": shape,
-                        "arguments": arguments,
-                        "error": str(error)[:300],
-                    },
-                )
-        torch.compiler.reset()  # each job's kernels would count against the limit of recompilations
+                write(file, failure | {"error": str(error)[:300]})
+        # otherwise kernels of all jobs together would reach the recompile limit
+        torch.compiler.reset()
         torch.cuda.empty_cache()
 
 
-def tell(file: str, outcome: dict) -> None:
-    print(*outcome.values(), flush=True)
-    with open(file, "a", encoding="utf-8") as results:
-        results.write(json.dumps(outcome) + "\n")
-
-
 def main() -> None:
-    file, seconds = sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 90
+    file = sys.argv[1]
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 90
+    groups = sys.argv[3:]
     sys.path.insert(0, str(Path(__file__).parent.parent))
     context = multiprocessing.get_context("spawn")
-    lock, queue, deadline = context.Lock(), context.Queue(), time.time() + seconds
+    lock = context.Lock()
+    queue = context.Queue()
+    deadline = time.time() + seconds
     for job in jobs():
-        if job[0] in (sys.argv[3:] or job[0]):
+        if not groups or job.group in groups:
             queue.put(job)
     for _ in range(PROCESSES):
         queue.put(None)
-    workers = [
-        context.Process(target=work, args=(queue, file, lock, deadline)) for _ in range(PROCESSES)
-    ]
+    arguments = (queue, file, lock, deadline)
+    workers = [context.Process(target=work, args=arguments) for _ in range(PROCESSES)]
     for worker in workers:
         worker.start()
-    with lock:  # while the others start and compile
-        tell(file, sustained())
+    # while the others start and compile
+    with lock:
+        write(file, sustained())
     for worker in workers:
         worker.join()
 

@@ -1,6 +1,6 @@
-"""Run bench.py with small kernels joined: python .ci/joined_kernels.py ARGUMENTS
+"""Run bench.py with the compiler's combo kernels, which join small ones: python .ci/joined_kernels.py ARGUMENTS
 
-torch's compiler has no variable of the environment for that, as of torch 2.13.
+As of torch 2.13, no environment variable turns them on.
 """
 
 import runpy

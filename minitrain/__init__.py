@@ -2,13 +2,14 @@
 
 import getpass
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
 
 if TYPE_CHECKING:
-    from minitrain.data.tokenizer import load_tokenizer
+    from minitrain.data.chat.chat_tokenizer import load_tokenizer
     from minitrain.formats.hf import load_pretrained, save_pretrained
     from minitrain.formats.peft import load_adapter
     from minitrain.models.lora import merge_adapters
@@ -25,9 +26,13 @@ __all__ = [
     "load_tokenizer",
     "merge_adapters",
     "save_pretrained",
+    "train",
 ]
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError("minitrain runs on Linux and macOS: on Windows inside WSL (wsl --install)")
 
 # before torch 2.13 its compiler's import ends for a user without a name: one whom a container's
 # /etc/passwd does not have, as OpenShift makes up
@@ -39,7 +44,7 @@ except (KeyError, OSError):
 _HOMES = {
     "load_pretrained": "formats.hf",
     "save_pretrained": "formats.hf",
-    "load_tokenizer": "data.tokenizer",
+    "load_tokenizer": "data.chat.chat_tokenizer",
     "load_adapter": "formats.peft",
     "merge_adapters": "models.lora",
     "Sampler": "rollout.engine",
@@ -57,6 +62,9 @@ def __getattr__(name: str):
 
     A command line that needs no torch should not wait seconds for it.
     """
+    # a module that can be called
+    if name == "train":
+        return import_module("minitrain.train")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -67,8 +67,8 @@ class Data:
     over_long: Literal["truncate", "drop"] = "truncate"
     # whether chats share rows; null: they do. Mock chats that do are as long as SQuAD's
     packed: bool | None = None
-    # "bytes", a tokenizer.json, or a folder that holds one; for kind=tokens it is only saved with
-    # the model
+    # "bytes", a tokenizer.json, or a folder that holds one; unset, that of the folder that training
+    # starts from, if it has one; for kind=tokens it is only saved with the model
     tokenizer: str = "bytes"
     # type of the tokens in raw .bin files (.npy files say theirs)
     token_dtype: Literal["uint16", "uint32"] = "uint16"
@@ -197,6 +197,8 @@ class Checkpoint:
     every: int = number(0, 0)  # steps between two checkpoints; 0: only by time and at the end
     minutes: float = number(10.0, 0)  # minutes between two checkpoints; 0: not by time
     keep: int = number(2, 1)  # how many of the newest checkpoints stay on disk
+    # write and keep that of the best validation too: minitrain export --step best makes a model
+    best: bool = False
     asynchronous: bool = False  # go on training while a checkpoint is written
     resume: bool = True  # continue from the newest complete checkpoint under out_dir, if any
 

@@ -1,7 +1,23 @@
-"""Train a model: python -m minitrain.train --help; see commands/train.py."""
+"""Train a model: python -m minitrain.train --help, in Python minitrain.train(FILE, steps=10).
 
-from minitrain.commands.train import main
+See commands/train.py.
+"""
+
+import sys
+from types import ModuleType
+
+from minitrain.commands.train import main, train
 from minitrain.run.launch import cli
+
+
+class Callable(ModuleType):
+    """A module that trains when it is called, as well as when it is run."""
+
+    __call__ = staticmethod(train)
+
+
+# what Python's reference offers for attributes of modules
+sys.modules[__name__].__class__ = Callable
 
 if __name__ == "__main__":
     cli.run(main)

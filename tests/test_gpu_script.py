@@ -1,6 +1,7 @@
-"""What `.ci/gpu` would run on a GPU: a stand-in for python3 records its commands, and the programs take them."""
+"""Test the commands of `.ci/gpu` without a GPU: a stand-in for python3 records them, and the programs parse them."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import bench
 from minitrain.commands.bench import check_options, load_row, make_case
 from tests.helpers.commands import ROOT
 
-PARTS = ["one", "fourth", "fifth", "first", "second", "lora4", "autotune", "peers"]
+PARTS = re.findall(r"^run_(\w+)\(\)", (ROOT / ".ci/gpu").read_text(), re.MULTILINE)
 RECORD = """#!{bash}
 [ "$1" = .ci/gpu_machine.py ] && {{ echo h100 {gigabytes}; echo versions; exit; }}
 (printf '%s\\x1f' "$@"; echo) >> {file}

@@ -1,15 +1,16 @@
 """Split a measured step's seconds by kind of kernel.
 
-The kinds are matrix products, attention, other kernels, messages that nothing hides, and gaps.
+The kinds are matrix products, attention, other kernels, exposed communication, and gaps.
 
-torch's profiler records one step more. On CUDA it records kernels, which are told apart by their
-names; where several run at once, time counts for the one that began first, and messages count where
-nothing else runs. On CPU it records operators, each without those that it calls. Gaps are what is
-left of the step as it was timed, without the profiler: there the device waits for the host.
+torch's profiler records one extra step. On CUDA it records kernels, and a kernel's kind follows from
+its name. Where several run at once, the time counts for the one that began first; communication
+counts only where nothing else runs. On CPU it records operators, and each operator counts without
+the operators that it calls. Gaps are the rest of the step time that was measured without the
+profiler: there the device waits for the host.
 
-Matrix products with less than THIN FLOPs per byte, as of adapters, are `thin gemm`: memory bounds
-them, not arithmetic. A CUDA graph's kernels have no operator that tells their shapes, so there all
-are `gemm`.
+Matrix products with less than THIN FLOPs per byte, such as those of adapters, are `thin gemm`: they
+are bound by memory, not by arithmetic. Kernels in a CUDA graph have no operator that would show
+their shapes, so there all products are `gemm`.
 """
 
 import gzip
@@ -23,14 +24,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-MESSAGES = "exposed communication"
-# by what a name contains; the first that fits
+EXPOSED = "exposed communication"
+# kind -> substrings of kernel names; the first kind that matches counts
 KERNEL_KINDS = {
-    MESSAGES: ("nccl", "c10d", "gloo:"),
+    EXPOSED: ("nccl", "c10d", "gloo:"),
     "attention": (
         "sdpa",
         "flash",
@@ -61,8 +63,13 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 # FLOPs per byte
 THIN = 100
 
-# begin and end in microseconds, and a kind
-MeasuredSpan = tuple[float, float, str]
+
+class MeasuredSpan(NamedTuple):
+    """A kernel's time on the device, in microseconds."""
+
+    begin: float
+    end: float
+    kind: str
 
 
 def profiled(
@@ -72,10 +79,10 @@ def profiled(
     device: torch.device,
     folder: str | None = None,
 ) -> dict[str, dict]:
-    """Return `breakdown_s` for a row's result; if there can be none, warn, and keep the row.
+    """Return {"breakdown_s": ...} for a row's result, or {} with a warning if profiling fails.
 
-    folder: write the recorded trace to a file there, named after the row. Other arguments as of
-    `step_breakdown`.
+    folder: if given, the recorded trace is written there, to a file named after the row. Other
+    arguments: see `step_breakdown`.
     """
     file = new_file(folder, row) if folder else None
     try:
@@ -87,7 +94,7 @@ def profiled(
 
 
 def new_file(folder: str, row: str) -> Path:
-    """Return a path for the row's trace that no earlier run of it has."""
+    """Return an unused path for the row's trace, numbered if earlier runs left theirs."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     stem = re.sub(r"[^\w.-]+", "-", row)
     path = Path(folder, f"{stem}.json.gz")
@@ -101,12 +108,12 @@ def new_file(folder: str, row: str) -> Path:
 def step_breakdown(
     step: Callable[[], object], seconds: float, device: torch.device, file: Path | None = None
 ) -> dict[str, float]:
-    """Return seconds by kind, of which the last is `gaps`.
+    """Return seconds by kind; the last kind is `gaps`.
 
-    step: runs one. seconds: that it takes without the profiler. file: for the Chrome trace,
-    compressed.
+    step: runs one step. seconds: how long a step takes without the profiler. file: where to write
+    the compressed Chrome trace.
 
-    Raises RuntimeError if the profiler cannot record, as where a driver does not let it.
+    Raises RuntimeError if the profiler records nothing, for example because the driver forbids it.
     """
     on_gpu = device.type == "cuda"
     events = record_events(step, device, file, record_shapes=on_gpu)
@@ -121,13 +128,13 @@ def record_events(
     function: Callable[[], object], device: torch.device, file: Path | None = None, **options
 ) -> list[dict]:
     """Return the events of a Chrome trace of `function()`, kept in `file` (.json.gz) if given."""
-    # or the profiler announces its start on the terminal
+    # otherwise the profiler announces its start on the terminal
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with warnings.catch_warnings():
-        # torch 2.11 says so though it is not done
+        # torch 2.11 gives this warning although it clears nothing
         warnings.filterwarnings("ignore", ".*Profiler clears events")
         with profile(activities=activities, **options) as profiler:
             function()
@@ -143,7 +150,7 @@ def record_events(
 def kind_of(name: str) -> str:
     """Return the kind of a kernel or operator by its name; `memory` for all others."""
     name = name.lower()
-    # a fused kernel is named after all that is near it
+    # the name of a fused Triton kernel also contains names of operators that it does not compute
     if name.startswith("triton_") and not name.startswith("triton_tem"):
         return "memory"
     for kind, parts in KERNEL_KINDS.items():
@@ -153,7 +160,7 @@ def kind_of(name: str) -> str:
 
 
 def kernel_times(events: list[dict]) -> Counter[str]:
-    """Return microseconds by kind of what ran on the device."""
+    """Return microseconds by kind of the kernels and copies that ran on the device."""
     thin = {
         event["args"]["External id"]
         for event in events
@@ -165,14 +172,14 @@ def kernel_times(events: list[dict]) -> Counter[str]:
             kind = kind_of(event["name"])
             if kind == "gemm" and event.get("args", {}).get("External id") in thin:
                 kind = "thin gemm"
-            spans.append((event["ts"], event["ts"] + event["dur"], kind))
-    parts = covered(span for span in spans if span[2] != MESSAGES)
-    parts[MESSAGES] = covered(spans).total() - parts.total()
+            spans.append(MeasuredSpan(event["ts"], event["ts"] + event["dur"], kind))
+    parts = covered(span for span in spans if span.kind != EXPOSED)
+    parts[EXPOSED] = covered(spans).total() - parts.total()
     return parts
 
 
 def is_thin(operator: dict) -> bool:
-    """Return True for a matrix product with less than THIN FLOPs per byte, by its shapes, in bf16."""
+    """Return True for a matrix product whose shapes give less than THIN FLOPs per byte in bf16."""
     if operator["name"] not in PRODUCTS or "args" not in operator:
         return False
     shapes = operator["args"]["Input Dims"]
@@ -182,7 +189,7 @@ def is_thin(operator: dict) -> bool:
 
 
 def covered(spans: Iterable[MeasuredSpan]) -> Counter[str]:
-    """Return microseconds by kind, where each moment counts for the span that began first."""
+    """Return microseconds by kind; where spans overlap, the one that began first counts."""
     parts = Counter()
     until = 0.0
     for begin, end, kind in sorted(spans):
@@ -192,10 +199,10 @@ def covered(spans: Iterable[MeasuredSpan]) -> Counter[str]:
 
 
 def operator_times(events: list[dict]) -> Counter[str]:
-    """Return microseconds by kind of operators on the host, each without those that it calls."""
+    """Return microseconds by kind of operators on the host, each without the operators it calls."""
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     parts = Counter()
-    # (thread, end, kind) of those that are running
+    # stack of the operators that are running: (thread, end, kind)
     callers = []
     for event in sorted(operators, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
         thread = event["tid"]
@@ -211,7 +218,7 @@ def operator_times(events: list[dict]) -> Counter[str]:
 
 
 def working_memory(function: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes on `device` that `function()` holds, beyond those held before it."""
+    """Return the peak bytes that `function()` allocates on `device`, beyond those held before."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -220,5 +227,5 @@ def working_memory(function: Callable[[], object], device: torch.device) -> int:
     events = record_events(function, device, profile_memory=True)
     memory = [event for event in events if event["name"] == "[memory]"]
     memory.sort(key=lambda event: event["ts"])
-    # releases are below 0
+    # freed bytes are negative
     return max(accumulate((event["args"]["Bytes"] for event in memory), initial=0))

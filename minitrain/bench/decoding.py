@@ -1,6 +1,6 @@
-"""Bytes that a decoding step reads at least, and that bound its speed: see `bytes_read`."""
+"""Count the bytes that a decoding step must read; they bound its speed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import empty_model
@@ -8,25 +8,28 @@ from minitrain.models.zoo import empty_model
 
 @dataclass
 class Reads:
-    """Bytes of a model.
+    """Sizes in bytes of what a decoding step reads of a model and its caches."""
 
-    shared: the weights that every token needs. expert: one expert, over all layers.
-    token: a token in the cache of one layer, of whose `heads` tensor-parallel ranks can have
-    different ones. states: a sample's, of Mamba-2.
-    """
-
+    # weights that every token uses
     shared: float
+    # one expert's weights, summed over all layers
     expert: float
+    # one token's entry in the KV cache of one layer
     token: float
+    # number of key-value heads: more tensor-parallel ranks than these repeat heads
     heads: int
+    # one sample's Mamba-2 states
     states: float = 0.0
 
 
 def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
-    """Return the bytes of a model, without embeddings, of which a step reads rows only.
+    """Return the sizes of a model, without its embeddings: a step reads only a few of their rows.
 
-    itemsize: bytes of an element; scans' states are in fp32.
+    Layers of multi-token prediction, which a step does not run, do not count.
+
+    itemsize: bytes per element of weights and caches. Mamba-2's scan states are fp32 regardless.
     """
+    config = replace(config, num_nextn_predict_layers=0)
     looked_up = ["model.embed_positions.weight"]
     if not config.tie_word_embeddings:
         looked_up.append("model.embed_tokens.weight")
@@ -55,17 +58,23 @@ def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
 
 
 def bytes_read(
-    reads: Reads, config: DecoderConfig, samples: float, context: float, tp: int = 1
+    reads: Reads,
+    config: DecoderConfig,
+    samples: float,
+    context: float,
+    tp: int = 1,
+    together: int = 1,
 ) -> tuple[float, float]:
-    """Return bytes of weights and of caches that each of `tp` ranks reads for one more token.
+    """Return bytes of weights, and of caches, that each of `tp` ranks reads in one decoding step.
 
-    Weights are read once for all samples; of experts those that some token has chosen, if each
-    chooses at random. Of its own cache a sample reads `context` tokens, or a window; its states are
-    read and written.
+    Weights are read once for all samples. Only experts that at least one token selected are read;
+    their number is the expected one if tokens select at random. Each sample reads `context` tokens
+    of its own cache, or its sliding window, and reads and writes its Mamba-2 states.
+    together: the tokens of a sample that the step computes, one and its drafts.
     """
     touched = 0.0
     if config.num_experts:
-        missed = (1 - config.num_experts_per_tok / config.num_experts) ** samples
+        missed = (1 - config.num_experts_per_tok / config.num_experts) ** (samples * together)
         touched = config.num_experts * (1 - missed)
     tokens = 0.0
     for layer in range(config.num_layers):

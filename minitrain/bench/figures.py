@@ -1,10 +1,11 @@
 """Turn tokens per second into the figures of the published tables, and compare with them.
 
-Accounting alone, whoever took the time: the stopwatch (measure.py) and the simulator call it alike.
+Both the stopwatch (measure.py) and the simulator use this accounting.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 from minitrain.bench.tables import is_of_system
 from minitrain.run.monitor import flops as conventions
@@ -12,11 +13,20 @@ from minitrain.run.monitor.flops import clean, count_flops
 from minitrain.settings import Config
 
 
-def rates(config: Config, tokens: float, matmul: float, flops: float, table_flops: float) -> dict:
-    """Return what follows from `tokens` per second and GPU.
+class TokenFlops(NamedTuple):
+    """FLOPs per token of a training step, by two conventions."""
 
-    matmul: FLOP/s of matrix products on a GPU, of which MFU is a share. flops, table_flops: of a
-    token, counted as the work is, and as the published table counts.
+    # by `flops.clean`: attention within documents only, recomputation left out
+    clean: float
+    # by the convention of the row's published table
+    table: float
+
+
+def rates(config: Config, tokens: float, matmul: float, flops: float, table_flops: float) -> dict:
+    """Return the figures that follow from `tokens` per second and GPU.
+
+    matmul: a GPU's matmul rate in FLOP/s, the denominator of MFU. flops, table_flops: FLOPs per
+    token, see `TokenFlops`.
     """
     return {
         "tokens_per_sec_per_gpu": tokens,
@@ -28,10 +38,10 @@ def rates(config: Config, tokens: float, matmul: float, flops: float, table_flop
 
 
 def compare(tokens: float, flops: float, published: dict) -> float | None:
-    """Return our tokens/s over the published ones, or FLOP/s where a table gives those alone.
+    """Return our tokens/s over the published ones; FLOP/s, where the table gives only those.
 
-    None for a run that does other work than the published one, or elsewhere: see `load_row` and
-    `placed`.
+    None if the run differs from the published one in its work (see `load_row`) or in its machine
+    (see `placed`).
     """
     if "changed" in published:
         return None
@@ -43,7 +53,7 @@ def compare(tokens: float, flops: float, published: dict) -> float | None:
 
 
 def published_step_time(config: Config) -> float | None:
-    """Return seconds per optimizer step as published, or as FLOP/s imply where these are all."""
+    """Return the published seconds per optimizer step, derived from FLOP/s if only these exist."""
     published = config.reference
     batch = config.batch
     if "changed" in published:
@@ -57,25 +67,22 @@ def published_step_time(config: Config) -> float | None:
     return flops / published["gpus"] / published["tflops_per_gpu"] / 1e12
 
 
-def token_flops(config: Config, visible: float = 1.0) -> tuple[float, float]:
-    """Return FLOPs of a training step per token, counted by `clean` and by the row's table.
-
-    visible: see `visible_share`.
-    """
+def token_flops(config: Config, visible: float = 1.0) -> TokenFlops:
+    """Return FLOPs per token of a training step. visible: see `visible_share`."""
     table = count_flops(config, table_convention(config), visible)
-    return count_flops(config, clean, visible), table
+    return TokenFlops(count_flops(config, clean, visible), table)
 
 
 def table_convention(config: Config) -> Callable:
-    """Return how the row's table counts FLOPs; `clean` for a config that stands in no table."""
-    # rows.py lists the names
+    """Return the function that counts FLOPs as the row's table does; `clean` without a table."""
+    # rows.CONVENTIONS lists the names
     return getattr(conventions, config.reference.get("convention", "clean"))
 
 
 def placed(config: Config, ranks: int, machine: str) -> Config:
-    """Return the config of a run on so many GPUs of a machine, a system's or a device's name.
+    """Return the config with `gpus` or `system` in `reference["changed"]` where the run's differ.
 
-    `reference["changed"]` also names what these have other than the published run's: gpus, system.
+    ranks: number of GPUs of this run. machine: name of a system or of a device.
     """
     reference = config.reference
     changed = list(reference.get("changed", ()))
@@ -84,6 +91,6 @@ def placed(config: Config, ranks: int, machine: str) -> Config:
     if "system" in reference and not is_of_system(machine, reference["system"]):
         changed.append("system")
     if changed:
-        # each once
+        # without repeats, in order
         reference = reference | {"changed": list(dict.fromkeys(changed))}
     return dataclasses.replace(config, reference=reference)

@@ -1,17 +1,18 @@
 """Time a config's real training steps: the stopwatch."""
 
 from functools import partial
+from itertools import pairwise
 from statistics import median_high as median
 
 import torch
 import torch.distributed as dist
 
-# no public names for what the compiler has done
+# torch has no public names for compile time and the number of compiled graphs
 from torch._dynamo.utils import calculate_time_spent, counters
 from tqdm import tqdm
 
 from minitrain.bench.breakdown import profiled, working_memory
-from minitrain.bench.figures import published_step_time, rates, token_flops
+from minitrain.bench.figures import TokenFlops, published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.parallel.mesh import Meshes
 from minitrain.run.launch.start import make_trainer, pick_device
@@ -23,10 +24,10 @@ from minitrain.run.monitor.hardware import (
     peak_flops,
     peak_memory_bytes,
     reset_peak_memory,
-    timed,
 )
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward
+from minitrain.training.stopwatch import Moment
 
 
 def measure(
@@ -38,29 +39,33 @@ def measure(
     profile: bool = False,
     traces: str | None = None,
 ) -> dict:
-    """Run `warmup` + `steps` optimizer steps on all ranks, and return one row: see `result`.
+    """Run `warmup` + `steps` optimizer steps on all ranks and return their result.
 
-    profile: run one more, for `breakdown_s`, the first rank's; its trace goes to the folder
-    `traces`, if that is given.
+    profile: run one extra step under the profiler and add the first rank's `breakdown_s`. traces:
+    folder for the profiler's trace, if it is to be kept.
     """
     data, _ = open_dataset(config)
     device, matmul = prepare(config)
-    # an earlier config's graphs would count against the limit of recompilations
+    # graphs of an earlier config would count toward the recompile limit
     torch.compiler.reset()
     compile_seconds = calculate_time_spent()["total_wall_time"]
     trainer = make_trainer(config, meshes)
     trainer.prepare(data, warmup + steps + 1)
-    times = []
+    moments = [Moment(device)]
     graphs = []
     for step in progress(warmup + steps, row):
-        times.append(timed(partial(trainer.step, data, step), device))
+        trainer.step(data, step)
+        moments.append(Moment(device))
         graphs.append(counters["stats"]["unique_graphs"])
-    # the first measurement may have met a busy machine
+        # wait for the step before, as a run does, which reads its numbers while the next step runs
+        moments[-2].wait()
+    times = [after.since(before) for before, after in pairwise(moments)]
+    # measured again, because the machine may have been busy the first time
     matmul = max(matmul, measure_matmul(device, compute_dtype(config)))
     flops = token_flops(config, visible_share(data))
     outcome = result(config, row, device, times[warmup:], matmul, flops) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
-        # after the second step
+        # graphs that were compiled after the second step
         "recompiles": graphs[-1] - graphs[:2][-1],
         "activations_gib": activation_bytes(trainer, data) / 2**30,
     }
@@ -71,7 +76,7 @@ def measure(
 
 
 def prepare(config: Config) -> tuple[torch.device, float]:
-    """Return the device, whose peak of memory begins here, and its matmul rate in FLOP/s."""
+    """Reset the device's peak memory; return the device and its matmul rate in FLOP/s."""
     device = pick_device(config.device)
     matmul = measure_matmul(device, compute_dtype(config))
     reset_peak_memory(device)
@@ -79,11 +84,10 @@ def prepare(config: Config) -> tuple[torch.device, float]:
 
 
 def activation_bytes(trainer: Trainer, dataset) -> int:
-    """Return the most memory that a step's passes hold on this rank beyond weights and gradients.
+    """Return the peak bytes of activations on this rank, during forward and backward passes.
 
-    These are activations: what is saved for the backward pass and what the running block and the
-    loss need, with gathered weights. In the first pass gradients appear, so that the second, which
-    is measured, only adds to them.
+    This is all memory beyond weights and gradients: tensors saved for the backward pass, temporary
+    ones of the running block and of the loss, and gathered weights.
     """
     batches = trainer.micro_batches(dataset, 0)
 
@@ -92,6 +96,7 @@ def activation_bytes(trainer: Trainer, dataset) -> int:
             trainer.model, trainer.objective, batches, trainer.meshes, trainer.device
         )
 
+    # allocates the gradients; the second call only adds to them
     passes()
     held = working_memory(passes, trainer.device)
     trainer.optimizer.zero_grad(set_to_none=True)
@@ -99,6 +104,7 @@ def activation_bytes(trainer: Trainer, dataset) -> int:
 
 
 def progress(steps: int, row: str):
+    """Return a progress bar over the steps, shown by rank 0."""
     return tqdm(range(steps), desc=row, unit="step", leave=False, disable=dist.get_rank() != 0)
 
 
@@ -108,13 +114,13 @@ def result(
     device: torch.device,
     times: list[float],
     matmul: float,
-    flops: tuple[float, float],
+    flops: TokenFlops,
     tokens: float | None = None,
 ) -> dict:
-    """Return the figures of a row from the seconds of its timed steps.
+    """Return the result of a row from the seconds of its timed steps.
 
-    matmul, flops: as `rates` takes them, measured here. tokens: per second and GPU, by default those
-    of training batches.
+    matmul: FLOP/s measured on this GPU. tokens: per second and GPU; by default, the tokens of
+    training batches over the median step time.
     """
     seconds = median(times)
     if tokens is None:
@@ -122,10 +128,10 @@ def result(
     machine = describe(device)
     peak = peak_flops(machine["device"], compute_dtype(config))
     reference = config.reference
-    is_there = "system" not in reference.get("changed", ())
+    on_system = "system" not in reference.get("changed", ())
     return {
         "row": row,
-        "system": reference.get("system") if is_there else None,
+        "system": reference.get("system") if on_system else None,
         "mode": "measured",
         "proxy": False,
         "world_size": dist.get_world_size(),
@@ -134,7 +140,7 @@ def result(
         "step_time_max_s": max(times),
         "steps": len(times),
         **rates(config, tokens, matmul, *flops),
-        "mfu_of_peak": tokens * flops[0] / peak if peak else None,
+        "mfu_of_peak": tokens * flops.clean / peak if peak else None,
         "matmul_tflops": matmul / 1e12,
         "peak_memory_gib": peak_memory_bytes(device) / 2**30,
         "reference": reference,

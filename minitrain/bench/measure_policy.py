@@ -1,11 +1,11 @@
 """Time GRPO steps as the published table does.
 
-That is the whole step, with its phases, and the tokens of prompts and responses.
+A step's time includes all its phases, and its tokens are those of prompts and responses.
 
-Without trained weights there is nothing that ends a response: all get the published mean length,
-and prompts that of the published tokens per step. So the sampler's work is right on average, but
-without the wait for a step's longest response. Rewards are those of random text; a step with no
-signal costs the same.
+Untrained weights would not end their responses, so every response has the published mean length, and
+prompts are as long as the published tokens per step require. The sampler's work is then right on
+average, but no rank waits for an unusually long response. Rewards are those of random text; a step
+whose groups all have equal rewards takes the same time.
 """
 
 import sys
@@ -14,6 +14,7 @@ from statistics import median_high as median
 
 import torch.distributed as dist
 
+from minitrain.bench.figures import TokenFlops
 from minitrain.bench.measure import prepare, result
 from minitrain.grpo.policy_loop import PHASES
 from minitrain.run.monitor.flops import policy_flops
@@ -22,8 +23,8 @@ from minitrain.settings import Config
 
 
 def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
-    """Run `warmup` + `steps` GRPO steps and return one result row; all ranks call it."""
-    # a step off policy, the last one samples nothing
+    """Run `warmup` + `steps` GRPO steps and return their result; all ranks call it."""
+    # sampling runs `lag` steps ahead, so the last `lag` steps sample nothing: run more, drop them
     last = config.grpo.lag
     config = replace(published_lengths(config), steps=warmup + steps + last)
     device, matmul = prepare(config)
@@ -31,16 +32,17 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     lines = []
     for line in run.steps(run.begin()):
         lines.append(line)
-        # at once: steps take long, and a later one may fail
+        # shown right away, because steps take long and a later one may fail
         if dist.get_rank() == 0:
             phases = ", ".join(f"{phase} {line[f'{phase}_s']:.3g} s" for phase in PHASES)
-            told = f"{row}: step {line['step']}: {line['step_time_s']:.3g} s ({phases})"
-            print(told, file=sys.stderr, flush=True)
+            message = f"{row}: step {line['step']}: {line['step_time_s']:.3g} s ({phases})"
+            print(message, file=sys.stderr, flush=True)
     lines = lines[warmup : warmup + steps]
     times = [line["step_time_s"] for line in lines]
     tokens = median([line["tokens_per_sec"] for line in lines]) / dist.get_world_size()
     flops = policy_flops(config)(lines[0]["step_tokens"])
-    return result(config, row, device, times, matmul, (flops, flops), tokens) | {
+    both = TokenFlops(flops, flops)
+    return result(config, row, device, times, matmul, both, tokens) | {
         "response_tokens": median([line["length"] for line in lines]),
         "age": config.grpo.lag,
         "generation_ranks": config.grpo.generation_ranks or dist.get_world_size(),
@@ -49,9 +51,10 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
 
 
 def published_lengths(config: Config) -> Config:
-    """Return a published row's config with prompts and responses as long as the table's on average.
+    """Return a published row's config with all prompts and responses of the table's mean lengths.
 
-    Responses are as long as a `rollout.max_tokens` that the command line changed. Other configs stay.
+    A `rollout.max_tokens` changed on the command line sets the responses' length instead. A config
+    without published lengths is returned unchanged.
     """
     row = config.reference
     grpo = config.grpo
@@ -60,7 +63,7 @@ def published_lengths(config: Config) -> Config:
         return config
     responses = row.get("responses", grpo.prompts * grpo.group)
     tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / responses
-    # a prompt ends with a token of the template
+    # the template adds one token to a prompt
     prompt = max(1, round(tokens - row["mean_response"]) - 1)
     if "rollout.max_tokens" not in row.get("changed", ()):
         rollout = replace(rollout, max_tokens=round(row["mean_response"]))

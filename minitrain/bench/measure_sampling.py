@@ -1,17 +1,17 @@
 """Time the sampler on mock prompts.
 
-There are batch.global of them, with grpo.group samples each of rollout.max_tokens new tokens.
+A step samples batch.global prompts, grpo.group times each, for rollout.max_tokens new tokens. A
+prompt has batch.seq_len - rollout.max_tokens tokens. Prompts differ from step to step, so that the
+prefix cache finds none of them. Weights are untrained; no response ends early, so the compared
+library generates as many tokens.
 
-Prompts have the rest of batch.seq_len, and are new at every step, so that none is found in a cache.
-Weights are those of the seed; no response ends early, and both libraries make the same number of
-tokens.
-
-tokens_per_sec_per_gpu counts new tokens over all of the time. Where all samples are decoded at
-once, decode_tokens_per_sec_per_gpu leaves out the first `rollout.steps` tokens of each response,
-which reach the host together, and the time until then, first_tokens_s.
-decode_mbu is the share of the memory's rate at which decoding reads what it must, weights and each
-sample's cache, for a sampler that has all ranks. It can be above 1 where samples share what they
-read of their prompt.
+tokens_per_sec_per_gpu: new tokens over the whole time.
+decode_tokens_per_sec_per_gpu: the decoding phase alone. It leaves out the first `rollout.steps`
+    tokens of each response, which reach the host together, and the time until then
+    (first_tokens_s). Given only if all samples are decoded at once.
+decode_mbu: bytes per second that decoding must read (the weights, and each sample's cache) over the
+    memory bandwidth. Given only if tensor parallelism spans all ranks. It can exceed 1 if samples of
+    a prompt share reads of its cache.
 """
 
 import dataclasses
@@ -21,12 +21,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median_high as median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from minitrain.bench.breakdown import profiled
 from minitrain.bench.decoding import bytes_read, model_reads
+from minitrain.bench.figures import TokenFlops
 from minitrain.bench.measure import prepare, progress, result
 from minitrain.bench.versus import transformers_model, versus_result
 from minitrain.errors import InputError
@@ -40,6 +42,15 @@ from minitrain.settings import Config
 from minitrain.training.build import build_model
 
 
+class FirstTokens(NamedTuple):
+    """The first tokens that reach the host in a sampling step."""
+
+    # until they arrive
+    seconds: float
+    # number of tokens; 0 if they are not those of all samples, since not all are decoded at once
+    count: int
+
+
 def measure_sampling(
     config: Config,
     row: str,
@@ -49,13 +60,13 @@ def measure_sampling(
     profile: bool = False,
     traces: str | None = None,
 ) -> dict:
-    """Sample `warmup` + `steps` times and return one row; ranks do so apart, but for those of tp.
+    """Sample `warmup` + `steps` times and return the result; each tensor-parallel group does so alone.
 
-    versus: in turns with transformers' generate. profile: sample once more, for `breakdown_s` of
-    one call of the sampler's `step`, halfway through the responses; its trace goes to the folder
-    `traces`, if that is given.
+    versus: also time transformers' generate, alternating. profile: sample once more and add
+    `breakdown_s` of one sampler step, halfway through the responses. traces: folder for the
+    profiler's trace, if it is to be kept.
     """
-    # GRPO's samplers have a copy in bf16 of weights that train in fp32
+    # as in GRPO, where the sampler has a bf16 copy of weights that train in fp32
     if config.precision in ("bf16", "fp8"):
         config = dataclasses.replace(config, precision="bf16-pure")
     meshes = start(config)
@@ -87,7 +98,7 @@ def measure_sampling(
 
 
 def check_sampling(config: Config, versus: str | None) -> None:
-    """Raise InputError for a config that the sampler, or the library beside it, cannot run."""
+    """Raise InputError for a config that the sampler, or the library `versus`, cannot run."""
     new = config.rollout.max_tokens
     length = config.batch.seq_len
     problem = ""
@@ -106,7 +117,7 @@ def check_sampling(config: Config, versus: str | None) -> None:
 
 
 def make_prompts(config: Config, length: int, step: int) -> torch.Tensor:
-    """Return random tokens [prompts, length]."""
+    """Return random tokens [prompts, length] that depend on the step."""
     generator = torch.Generator().manual_seed(step)
     size = config.batch.global_, length
     return torch.randint(config.model.config.vocab_size, size, generator=generator)
@@ -114,7 +125,7 @@ def make_prompts(config: Config, length: int, step: int) -> torch.Tensor:
 
 @contextmanager
 def submitted(sampler: Sampler, config: Config, prompts: torch.Tensor) -> Iterator[list[Sample]]:
-    """Yield the samples of all prompts, for many steps; those that have not ended are dropped."""
+    """Submit all prompts and yield their samples; cancel unfinished ones at the end."""
     rollout = config.rollout
     count = dict(max_tokens=rollout.max_tokens, n=config.grpo.group, ignore_eos=True)
     params = SamplingParams(rollout.temperature, seed=config.seed, **count)
@@ -126,28 +137,25 @@ def submitted(sampler: Sampler, config: Config, prompts: torch.Tensor) -> Iterat
     sampler.cancel(*samples)
 
 
-def sample(sampler: Sampler, config: Config, prompts: torch.Tensor) -> tuple[float, int]:
-    """Sample to the end.
-
-    Returns after how many seconds there were first tokens of all samples, and how many tokens: none
-    if not all are decoded at once.
-    """
+def sample(sampler: Sampler, config: Config, prompts: torch.Tensor) -> FirstTokens:
+    """Sample all prompts to the end."""
     begin = time.perf_counter()
     with submitted(sampler, config, prompts) as samples:
         while not (news := sampler.step()):
             pass
-        first = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         while sampler.busy:
             sampler.step()
-    return first, sum(len(tokens) for _, tokens in news) if len(news) == len(samples) else 0
+    count = sum(len(tokens) for _, tokens in news) if len(news) == len(samples) else 0
+    return FirstTokens(seconds, count)
 
 
 def profiled_halfway(
     sampler: Sampler, config: Config, row: str, prompts: torch.Tensor, traces: str | None
 ) -> dict[str, dict]:
-    """Return `profiled` of a call of `step` when the first sample has half of its tokens.
+    """Profile a call of `sampler.step` when the first sample has half of its tokens.
 
-    That is two calls before its end at least.
+    At least two calls must remain then: one is timed, one profiled. Otherwise warn and return {}.
     """
     new = config.rollout.max_tokens
     before = min(new // 2, new - 2 * sampler.steps)
@@ -163,6 +171,7 @@ def profiled_halfway(
 
 
 def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> None:
+    """Sample as many tokens of the same prompts by transformers' `generate`."""
     rollout = config.rollout
     prompts = prompts.repeat_interleave(config.grpo.group, 0).to(model.device)
     options = {"min_new_tokens": rollout.max_tokens, "max_new_tokens": rollout.max_tokens}
@@ -175,10 +184,10 @@ def sample_with_transformers(model, config: Config, prompts: torch.Tensor) -> No
 def sampling_figures(
     config: Config, row: str, device, seconds: list[list[float]], matmul: float, length: int
 ) -> dict:
-    """Return a row from the seconds of our runs, and of the other library's, if there is one.
+    """Return the result from the seconds of each step: our run's, then the other library's if any.
 
-    A prompt is computed once for its group, and what follows it once for each sample, but the head
-    once for each new token alone; a forward pass is a third of what a training step computes.
+    FLOPs: a prompt is computed once for its group, its continuations once for each sample, and the
+    head for new tokens only. A forward pass has a third of the FLOPs of a training step.
     """
     ours = [each[0] for each in seconds]
     prompts = config.batch.global_
@@ -189,24 +198,21 @@ def sampling_figures(
     model = config.model.config
     prompt = length * flops_per_token(model, length, clean) / 3
     whole = (length + new) * flops_per_token(model, length + new, clean) / 3
-    # of the prompt's tokens, which nobody asks for
+    # no logits are needed at the prompt's tokens
     head = 2 * length * model.hidden_size * model.vocab_size
     flops = (prompt - head + group * (whole - prompt)) / (group * new)
-    outcome = result(config, row, device, ours, matmul, (flops, flops), tokens)
+    outcome = result(config, row, device, ours, matmul, TokenFlops(flops, flops), tokens)
     outcome |= {"ratio": None, "prompt_tokens": prompts * length, "new_tokens": produced}
     return outcome | (versus_result("transformers", seconds) if len(seconds[0]) > 1 else {})
 
 
 def decoding_figures(
-    config: Config,
-    totals: list[float],
-    firsts: list[tuple[float, int]],
-    memory: float,
-    itemsize: int,
+    config: Config, totals: list[float], firsts: list[FirstTokens], memory: float, itemsize: int
 ) -> dict[str, float]:
-    """Return the figures of what comes after the first tokens of all samples, if anything does.
+    """Return the figures of the decoding phase, which follows the first tokens of all samples.
 
-    totals: seconds. firsts: what `sample` returned. memory: bytes/s; itemsize: bytes of a weight.
+    totals: seconds of each step. firsts: what `sample` returned in each. memory: its bandwidth in
+    bytes/s. itemsize: bytes per weight.
     """
     samples = config.batch.global_ * config.grpo.group
     new = config.rollout.max_tokens
@@ -220,7 +226,7 @@ def decoding_figures(
         return outcome
     rate = median(rates)
     outcome["decode_tokens_per_sec_per_gpu"] = rate / tp
-    # others would have parts of the weights, and exchange them
+    # otherwise data- or expert-parallel ranks hold parts of the weights and exchange them
     if dist.get_world_size() == tp:
         model = config.model.config
         context = config.batch.seq_len - new / 2

@@ -1,15 +1,13 @@
-"""Stand in for a config whose model does not fit here: `bench.py --config ROW --proxy 4,8`.
+"""Estimate a large row on one rank from a smaller proxy: `bench.py --config ROW --proxy 4,8`.
 
-The stand-in runs on one rank.
+A proxy keeps the model's full width, so that a layer costs as much per token as in the whole model.
+It has fewer layers, and only as many experts as one rank of the config holds (but no fewer than a
+token selects). All parallel dimensions are 1. The micro-batch stays; a step has at most
+MICRO_BATCHES of them. Two proxies with different numbers of layers give the time of the whole
+model, because seconds grow linearly with the FLOPs of the layers.
 
-It has the full width, and a token costs in a layer what it costs in the whole model. It has fewer
-layers, and only the experts that one rank of the config holds, at least as many as a token selects.
-All parallel dimensions are 1, the micro-batch stays, and of many micro-batches a step few are run.
-From two numbers of layers follows the time of the whole: seconds grow with the layers' FLOPs, which
-is with their number where all are alike.
-
-Left out: all communication, a pipeline's bubble, uneven experts; the optimizer's share is larger
-than in the whole, as fewer tokens pay for it.
+Left out: all communication, the pipeline's bubble, uneven load of experts. The optimizer's share of
+the time is larger than in the whole run, which has more tokens per step.
 """
 
 import re
@@ -24,13 +22,13 @@ from minitrain.run.config.layout_checks import check_layout, micro_batches, stat
 from minitrain.run.monitor.flops import clean, count_flops, visible_share
 from minitrain.settings import Config, Parallel
 
-# per step, at most
+# the most per step
 MICRO_BATCHES = 8
 LEFT_OUT = "communication, the pipeline's bubble, uneven experts, most micro-batches of a step"
 
 
 def parse_counts(word: str) -> list[int]:
-    """Return one or two numbers of layers. Raises InputError."""
+    """Return the one or two numbers of layers in `--proxy`'s value. Raises InputError."""
     is_list = re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)?", word)
     counts = [int(part) for part in word.split(",")] if is_list else []
     if not counts or sorted(set(counts)) != counts:
@@ -41,7 +39,7 @@ def parse_counts(word: str) -> list[int]:
 
 
 def make_proxy(config: Config, layers: int) -> Config:
-    """Return the config's stand-in with so many layers. Raises InputError for what has none."""
+    """Return the config's proxy with this many layers. Raises InputError where none is possible."""
     whole = config.model.config
     every = config.recompute
     first_dense = getattr(whole, "first_k_dense_replace", 0)
@@ -79,9 +77,9 @@ def make_proxy(config: Config, layers: int) -> Config:
 
 
 def cut_layers(config: Config, layers: int) -> Config:
-    """Return the config with so many layers and one rank's experts; its weights are of no file.
+    """Return the config with this many layers, one rank's experts, and no files of weights.
 
-    A hybrid's layers are an even mixture of its kinds, in the same proportions.
+    A hybrid model keeps the proportions of its kinds of layers.
     """
     shape = config.model.config
     changes = {"num_layers": layers}
@@ -96,7 +94,7 @@ def cut_layers(config: Config, layers: int) -> Config:
 
 
 def own_experts(config: Config) -> int:
-    """Return the number of one rank's experts, but no fewer than a token chooses."""
+    """Return the number of experts on one rank, but no fewer than a token selects; 0: no experts."""
     shape = config.model.config
     if not getattr(shape, "num_experts", 0):
         return 0
@@ -104,54 +102,56 @@ def own_experts(config: Config) -> int:
 
 
 def mixture(pattern: str, layers: int) -> str:
-    """Return a pattern of so many letters, each the one that is the furthest behind its share."""
-    shares = Counter(pattern)
+    """Return a pattern of `layers` letters with the proportions of `pattern`, evenly mixed."""
+    wanted = Counter(pattern)
     taken = Counter()
     letters = ""
     for place in range(1, layers + 1):
-        letter = max(shares, key=lambda x: shares[x] * place / len(pattern) - taken[x])
+        # next comes the letter that is furthest behind its share
+        letter = max(wanted, key=lambda x: wanted[x] * place / len(pattern) - taken[x])
         taken[letter] += 1
         letters += letter
     return letters
 
 
 def note(config: Config, layers: int | list[int]) -> dict:
-    """Return what a proxy's result says about it."""
-    told = {
+    """Return the keys that describe a proxy in its result. layers: one number, or both."""
+    keys = {
         "proxy": True,
         "layers": layers,
         "full_layers": config.model.config.num_layers,
         "left_out": LEFT_OUT,
     }
     experts = own_experts(config)
-    return told | {"experts": experts} if experts else told
+    return keys | {"experts": experts} if experts else keys
 
 
 def extrapolate(config: Config, small: dict, large: dict) -> dict:
-    """Return the whole config's row, by a straight line through two proxies' seconds per token.
+    """Return the whole config's result, by a line through two proxies' seconds per token over FLOPs.
 
-    step_time_s is that of the config's own batch and GPUs. Raises InputError if more layers took no
-    more time.
+    step_time_s is that of the config's own batch on its own number of GPUs. Raises InputError if the
+    larger proxy took no longer than the smaller one.
     """
     layers = [small["layers"], large["layers"]]
-    costs = [
+    small_flops, large_flops, whole_flops = (
         count_flops(cut_layers(config, n), clean)
         for n in (*layers, config.model.config.num_layers)
-    ]
-    times = [1 / result["tokens_per_sec_per_gpu"] for result in (small, large)]
-    slope = (times[1] - times[0]) / (costs[1] - costs[0])
+    )
+    small_time = 1 / small["tokens_per_sec_per_gpu"]
+    large_time = 1 / large["tokens_per_sec_per_gpu"]
+    slope = (large_time - small_time) / (large_flops - small_flops)
     if slope <= 0:
         raise InputError(
             f"{layers[1]} layers took no longer than {layers[0]}: nothing to extrapolate (use more steps)"
         )
-    tokens = 1 / (times[1] + slope * (costs[2] - costs[1]))
+    tokens = 1 / (large_time + slope * (whole_flops - large_flops))
     flops = token_flops(config, visible_share(open_dataset(config)[0]))
     ranks = stated_ranks(config)
     config = placed(config, ranks, large["device"])
     seconds = large["step_time_s"] - small["step_time_s"]
-    same = {"row", "system", "device", "cores", "torch", "matmul_tflops"} & large.keys()
+    kept = {"row", "system", "device", "cores", "torch", "matmul_tflops"} & large.keys()
     return {
-        **{key: large[key] for key in same},
+        **{key: large[key] for key in kept},
         **note(config, layers),
         "mode": "extrapolated",
         "extrapolated_from": large["mode"],

@@ -1,11 +1,9 @@
-"""Put results beside what was published: `bench.py --report`.
+"""Set results beside the published figures: `bench.py --report`.
 
-They stand in the tables of the published pages, as Markdown too.
-
-Of several results for a row, the last one of each kind counts: simulated (and, where the published
-run differed, by its recipe), measured as a whole, or extrapolated from proxies. What cannot stand
-beside a published figure (proxies themselves, changed models, other systems, shrunk and other
-configs) has a table of its own. report_html.py makes a page of it.
+The report has the tables of the published pages. Each row has at most one result of each kind (see
+MODES), the last one given. Results that cannot be compared with a published figure are in a table of
+their own: proxies, shrunk configs, changed models, other systems, configs that are no row.
+`as_markdown` writes the report as Markdown, report_html.py as a page.
 """
 
 from dataclasses import dataclass, field
@@ -32,47 +30,44 @@ from minitrain.bench.tables import (
 )
 from minitrain.errors import InputError
 
-# of a simulated figure's error, beyond which it is named
+# simulated rows with a larger error are listed by name
 LIMIT = 0.35
-# kinds of what a result may have, or have as null
+# key -> type, of what a result may lack or have as null
 OPTIONAL = {
-    **dict.fromkeys(
-        (
-            "ratio",
-            "peak_memory_gib",
-            "capacity_gib",
-            "decode_tokens_per_sec_per_gpu",
-            "decode_mbu",
-        ),
-        float,
-    ),
-    **dict.fromkeys(("memory_gib", "breakdown_s"), dict[str, float]),
+    "ratio": float,
+    "peak_memory_gib": float,
+    "capacity_gib": float,
+    "decode_tokens_per_sec_per_gpu": float,
+    "decode_mbu": float,
+    "memory_gib": dict[str, float],
+    "breakdown_s": dict[str, float],
     "system": str,
     "timeline": list[str],
     "as_published": dict,
 }
-# kinds of results, in the order of the columns, and what each is
+# kinds of results, in the order of the columns, with a description of each
 MODES = {
     "simulated": "our code in the published layout, with our kernels, predicted on fake tensors",
     "fastest": "our code in a faster layout of as many GPUs and as much memory (`--ours`)",
     "recipe": "the published run, predicted with its own kernels and costs (`reference.recipe`): "
-    "what the accuracy is of",
+    "this prediction's errors are the accuracy",
     "measured": "the whole row, run",
     "extrapolated": "from proxies with fewer layers on one rank, without communication",
 }
-# keys of `reference` that a note tells, and how it begins
+# of a kind that its name alone does not explain
+IN_WORDS = {"fastest": "in our fastest layout", "recipe": "predicted as they were run"}
+# keys of `reference` that are printed as notes, each with how the note begins
 REMARKS = {"known_error": "", "differs": "the published run ", "others": "others' tokens/s: "}
 
 
 @dataclass
 class Row:
-    """A published row.
-
-    tree: its config as written. results: by kind. figure: what is compared, as a key of FIGURES.
-    """
+    """A published row and its results."""
 
     name: str
+    # its config file as written
     tree: dict
+    # by kind, see MODES
     results: dict[str, dict] = field(default_factory=dict)
 
     @property
@@ -81,11 +76,12 @@ class Row:
 
     @property
     def figure(self) -> str:
+        """Return the key of FIGURES that is compared."""
         return next(figure for figure in FIGURES if figure in self.reference)
 
     @property
     def published(self) -> float:
-        """Return the figure as printed; where that is known to be wrong, as it should have been."""
+        """Return the published figure, corrected if it is known to be wrong."""
         return self.reference.get(f"corrected_{self.figure}", self.reference[self.figure])
 
     @property
@@ -95,14 +91,16 @@ class Row:
 
 @dataclass
 class Report:
-    """tables: rows by the title of their table. others: results that are none of a row. machines:
-    by kind of result.
-    """
+    """All rows with their results, and all other results."""
 
+    # title of a published table -> its rows
     tables: dict[str, list[Row]]
+    # results that cannot be compared with a row
     others: list[dict]
     calibrations: list[dict]
+    # kind of result -> the machines and torch versions that gave such results
     machines: dict[str, set[str]]
+    # ISO date
     day: str
 
     @property
@@ -119,13 +117,13 @@ def read_results(file: str) -> list[dict]:
             need_rates(where, result)
             continue
         check_figures(where, result)
-        # the figures by the published run's recipe are shown too
+        # the report also shows the figures by the published run's recipe
         check_figures(where, result | (result.get("as_published") or {}))
     return [result for _, result in lines]
 
 
 def check_figures(where: str, result: dict) -> None:
-    """Raise InputError for what the tables cannot show."""
+    """Raise InputError if a result lacks what the tables show, or has it as another type."""
     need(where, result, dict, "reference")
     need(
         where, result, float, "world_size", *FIGURES, "step_time_s", "clean_tflops_per_gpu", "mfu"
@@ -143,7 +141,7 @@ def check_figures(where: str, result: dict) -> None:
 
 
 def merge_results(results: list[dict], day: str) -> Report:
-    """Return all published rows, with what there is of each."""
+    """Return a report of all published rows and these results. day: an ISO date."""
     report = Report({}, [], [], {}, day)
     rows = {name: Row(name, tree) for name, tree in row_trees().items()}
     for result in results:
@@ -159,11 +157,11 @@ def merge_results(results: list[dict], day: str) -> Report:
             if result.get("as_published"):
                 row.results["recipe"] = result | result["as_published"]
         else:
-            # compared with nothing, though a file of results may say otherwise
+            # the file may hold a ratio that does not apply to today's row
             report.others.append(result | {"ratio": None, "as_published": None})
     for row in rows.values():
         title = row.reference["source"]
-        # which has a table for each system
+        # this page has one table per system
         if title.startswith("NeMo Framework"):
             title += f", {row.reference['system']}"
         if row.results or is_published(row.name):
@@ -172,17 +170,18 @@ def merge_results(results: list[dict], day: str) -> Report:
 
 
 def is_comparable(result: dict, row: Row) -> bool:
-    """Return True for a result of the row's work, on its GPUs, that was compared with its figure.
+    """Return True if a result's ratio applies to the row as its config is today.
 
-    The file that a result was kept in may be of another version's configs.
+    The result may be older than the config: the published figure, the number of GPUs and the system
+    must still be the same.
     """
     kept = result["reference"]
     reference = row.reference
-    same = (row.figure, f"corrected_{row.figure}")
+    figures = (row.figure, f"corrected_{row.figure}")
     return (
         bool(result.get("ratio"))
         and not kept.get("changed")
-        and all(kept.get(key) == reference.get(key) for key in same)
+        and all(kept.get(key) == reference.get(key) for key in figures)
         and result["world_size"] == reference["gpus"]
         and on_own_system(result | {"reference": reference})
     )
@@ -193,32 +192,32 @@ def is_comparable(result: dict, row: Row) -> bool:
 
 def held_back(rows: list[Row]) -> list[Row]:
     """Return the simulated rows that no constant of the simulator was fitted to."""
-    return known_as("held_back", rows)
+    return simulated_of("held_back", rows)
 
 
-def known_as(kind: str, rows: list[Row]) -> list[Row]:
+def simulated_of(section: str, rows: list[Row]) -> list[Row]:
     """Return the simulated rows that systems.yaml lists under `fitted_on` or `held_back`."""
-    names = constants(kind)
+    names = constants(section)
     return [row for row in rows if "simulated" in row.results and row.name in names]
 
 
 def predicted(row: Row) -> float:
-    """Return the simulated figure of the published run, as a share of the published one.
+    """Return the ratio of the simulated published run to the published figure.
 
-    Where the published run did what ours does, that is the figure of ours.
+    Without a recipe of its own, the published run is simulated as ours.
     """
     return row.results.get("recipe", row.results["simulated"])["ratio"]
 
 
 def error(row: Row) -> float:
+    """Return the relative error of a row's simulated figure."""
     return abs(predicted(row) - 1)
 
 
 def summary(report: Report) -> str:
-    """Say how many published rows have which results, and how far off those are.
+    """Return one line: how many published rows have which results, and the simulation's errors.
 
-    Errors are of simulated rows that no constant was fitted to, by the published run's recipe. A
-    row of one's own counts nowhere.
+    Errors are those of `held_back` rows. Rows that a user added do not count.
     """
     rows = [row for row in report.rows if is_published(row.name)]
     parts = [f"{len(rows)} published rows"]
@@ -226,17 +225,18 @@ def summary(report: Report) -> str:
         ratios = [row.results[kind]["ratio"] for row in rows if kind in row.results]
         if ratios:
             middle = median_high(ratios)
-            parts.append(f"{len(ratios)} {kind}, median {middle:.2f} of the published figure")
+            what = IN_WORDS.get(kind, kind)
+            parts.append(f"{len(ratios)} {what}, median {middle:.2f} of the published figure")
     if tested := held_back(rows):
         middle = median(map(error, tested))
         worst = max(tested, key=error)
-        off = f"off by {middle:.1%} in the median, {error(worst):.0%} at worst ({worst.name})"
-        parts.append(f"of {len(tested)} rows not fitted to, {off}")
+        errors = f"off by {middle:.1%} in the median, {error(worst):.0%} at worst ({worst.name})"
+        parts.append(f"of {len(tested)} rows not fitted to, {errors}")
     return "; ".join(parts)
 
 
 def accuracy_cells(report: Report) -> dict[str, list[str]]:
-    """Return how far simulated figures are off: a line per table, and of all and some rows."""
+    """Return the columns of the simulation's errors: a line per published table, then totals."""
     training = [row for row in report.rows if row.tree.get("task") != "grpo"]
     groups = report.tables | {
         "all": report.rows,
@@ -249,7 +249,7 @@ def accuracy_cells(report: Report) -> dict[str, list[str]]:
     for title, rows in groups.items():
         if tested := held_back(rows):
             worst = max(tested, key=error)
-            fitted = known_as("fitted_on", rows)
+            fitted = simulated_of("fitted_on", rows)
             line = {
                 "rows not fitted to": title,
                 "number": str(len(tested)),
@@ -257,14 +257,13 @@ def accuracy_cells(report: Report) -> dict[str, list[str]]:
                 "worst": f"{error(worst):.0%}",
                 "which": worst.name,
                 "of fitted rows": f"{median(map(error, fitted)):.1%}" if fitted else "",
-                "of rows never seen": "judged by others",
             }
             lines.append(line)
     return by_column(lines)
 
 
 def outliers(report: Report) -> list[str]:
-    """Name held-back rows that are off by more than LIMIT, and rows beyond their memory."""
+    """Return lines that name held-back rows with errors above LIMIT, and rows that do not fit."""
     lines = []
     for row in sorted(held_back(report.rows), key=error, reverse=True):
         if error(row) > LIMIT:
@@ -281,12 +280,13 @@ def outliers(report: Report) -> list[str]:
 
 
 def cells(rows: list[Row]) -> dict[str, list[str]]:
-    """Return a published table's columns: ratios, figures and memory first, the layout last."""
+    """Return the columns of a published table: ratios, figures, memory, and the layout last."""
     unit = FIGURES[rows[0].figure]
     return by_column([table_line(row, unit) for row in rows])
 
 
 def table_line(row: Row, unit: str) -> dict[str, str]:
+    """Return a row's cells by column. unit: of the published figure."""
     reference = row.reference
     batch = row.tree["batch"]
     layout = [f"{reference['gpus']} {reference['system']}"]
@@ -311,7 +311,7 @@ def table_line(row: Row, unit: str) -> dict[str, str]:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """Say what is wrong with published figures, what was run otherwise, and what is left out."""
+    """Return lines on known errors of published figures, differing runs, and extrapolations."""
     lines = []
     for row in rows:
         for key, start in REMARKS.items():
@@ -327,7 +327,7 @@ def notes(rows: list[Row]) -> list[str]:
 
 
 def provenance(report: Report) -> list[str]:
-    """Say what each kind of ratio compares, and which machines and versions results are of."""
+    """Return lines on what each kind of result is, and on which machines results were obtained."""
     shown = {kind for row in report.rows for kind in row.results}
     lines = [f"{kind}: {text}" for kind, text in MODES.items() if kind in shown]
     return lines + [
@@ -336,6 +336,7 @@ def provenance(report: Report) -> list[str]:
 
 
 def as_markdown(report: Report) -> str:
+    """Return the whole report as Markdown."""
     parts = [f"# minitrain beside the published tables\n\n{report.day}. {summary(report)}."]
     parts += [f"- {line}" for line in provenance(report)]
     if table := accuracy_cells(report):

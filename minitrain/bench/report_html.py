@@ -1,10 +1,9 @@
-"""Write the report as one HTML page, without script or network.
+"""Write the report (report.py) as one HTML page that needs no script and no network.
 
-Bars are boxes, timelines inline SVG, all figures also text.
-
-Colors are those of Okabe and Ito, which color-blind readers can tell apart, and never the only
-difference. Where a table does not fit the window, each of its lines becomes a card with named
-figures; only timelines scroll sideways, each in its own box. report.py says what the page shows.
+Bars are styled boxes, timelines are inline SVG, and all figures are also text. The colors are Okabe
+and Ito's, which color-blind readers can distinguish, and nothing is distinguished by color alone. In
+a window that is too narrow for a table, each of its lines becomes a card with named figures; only
+timelines scroll sideways, each in its own box.
 """
 
 import os
@@ -32,8 +31,9 @@ from minitrain.bench.report import (
 from minitrain.bench.rows import CONFIGS, FIGURES, SOURCES
 from minitrain.bench.tables import calibration_line, result_columns, short
 from minitrain.errors import refused
+from minitrain.run.config.recipes import own_folder
 
-PICTURE = Path(__file__).parents[1] / "results/pictures/accuracy.svg"
+PICTURE = own_folder("results") / "pictures/accuracy.svg"
 MEMORY = (
     "parameters",
     "gradients",
@@ -43,7 +43,7 @@ MEMORY = (
     "reference",
     "sampler",
 )
-# kinds of a step's seconds, and their names
+# keys of `breakdown_s`, and their names on the page
 TIME = {
     "gemm": "matrix products",
     "grouped": "expert products",
@@ -54,6 +54,7 @@ TIME = {
     "tail": "not overlapped at the end",
     "gaps": "device waits for the host",
 }
+# letters of a timeline's lanes, and their names on the page
 ACTIONS = {
     "F": "forward",
     "B": "backward",
@@ -125,8 +126,8 @@ summary { cursor: pointer; } figure { margin: .5rem 0; } figcaption { font-size:
 <body>
 <header><h1>minitrain beside the published tables</h1><p>$day. $summary.</p>
 <p>A bar is a run's throughput as a share of the published figure, which the dashed line marks: beyond it, the run is
-faster. Each table begins with the same shares as numbers, and a * says that a line below it tells what is special
-about a published run. Whether predictions can be believed shows on the rows that no constant was fitted to.</p>
+faster. Each table begins with the same shares as numbers; a * refers to a note below the table about the published run.
+The accuracy of predictions is that on the rows that no constant was fitted to.</p>
 $picture<ul class="key" aria-label="Colors of the bars">$key</ul>$provenance
 <nav><h2>Contents</h2><ul>$contents</ul></nav></header>
 <main>
@@ -138,10 +139,7 @@ $sections
 
 
 def write_report(files: list[str], folder: str) -> None:
-    """Write report.md and report.html into `folder`.
-
-    Raises InputError for what cannot be read or written.
-    """
+    """Write report.md and report.html into `folder`. Raises InputError for unusable files."""
     lines = [result for file in files for result in read_results(file)]
     report = merge_results(lines, date.today().isoformat())
     target = Path(folder)
@@ -153,7 +151,7 @@ def write_report(files: list[str], folder: str) -> None:
 
 
 def make_page(report: Report, folder: Path) -> str:
-    """Return the page. folder: where it will be, from which links to configs lead."""
+    """Return the page. folder: where it will be, because its links to configs are relative."""
     sections = {}
     if accuracy := accuracy_cells(report):
         sections["Accuracy of the simulation"] = html_table(accuracy) + bullets(outliers(report))
@@ -201,19 +199,21 @@ def link(url: str, text: str) -> str:
 
 
 def bullets(lines) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    # code stands between backticks
+    texts = (re.sub("`([^`]+)`", r"<code>\1</code>", escape(line)) for line in lines)
+    items = "".join(f"<li>{text}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def color_key(names: dict[str, str]) -> str:
-    """Return list items: each name behind a box of its class's color. names: by class."""
+    """Return list items of a legend: a colored box, then a name. names: CSS class -> name."""
     return "".join(
         f'<li><i class="{kind}"></i>{escape(name)}</li>' for kind, name in names.items()
     )
 
 
 def html_table(columns: dict[str, list[str]], links: list[str] | None = None) -> str:
-    """Return a table, each cell with its column's name. links: of the first column."""
+    """Return a table; each cell also names its column, for cards. links: for the first column."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = ""
     for number, line in enumerate(zip(*columns.values(), strict=True)):
@@ -234,7 +234,7 @@ def html_table(columns: dict[str, list[str]], links: list[str] | None = None) ->
 
 
 def row_bars(row: Row) -> str:
-    """Return a row's figures as bars, the published one of the same length everywhere."""
+    """Return a row's figures as bars; the published bar has the same length in all rows."""
     lines = bar("published", row.published, 1.0)
     for mode in MODES:
         if result := row.results.get(mode):
@@ -243,7 +243,7 @@ def row_bars(row: Row) -> str:
 
 
 def bar(mode: str, figure: float, ratio: float) -> str:
-    """Return a bar; the published figure is two thirds of the track."""
+    """Return one bar; the published figure fills two thirds of its track."""
     share = "" if mode == "published" else f" ({ratio:.0%})"
     beyond = " →" if ratio > 1.5 else ""
     width = min(100.0, ratio / 1.5 * 100)
@@ -254,7 +254,7 @@ def bar(mode: str, figure: float, ratio: float) -> str:
 
 
 def stacked_bar(parts: dict[str, float], whole: float, unit: str, label: str) -> str:
-    """Return a bar of colored parts with their figures below. whole: what its full length is."""
+    """Return a bar of colored parts with their figures below. whole: the amount of its full length."""
     shown = {f"c{n}": part for n, part in enumerate(parts.items()) if part[1] > 0}
     boxes = "".join(
         f'<i class="{color}" style="width:{100 * size / whole:.2f}%"></i>'
@@ -271,7 +271,7 @@ def stacked_bar(parts: dict[str, float], whole: float, unit: str, label: str) ->
 
 
 def row_details(row: Row) -> str:
-    """Return folds: simulated memory, time and pipeline, and a measured step's time, as known."""
+    """Return a row's foldable details: simulated memory, time and pipeline, and measured time."""
     folds = ""
     if result := row.results.get("simulated"):
         title = f"{row.short_name}: simulated memory, time"
@@ -290,7 +290,7 @@ def fold(title: str, body: str) -> str:
 
 
 def memory_stack(result: dict) -> str:
-    """Return peak memory by kind beside what there is."""
+    """Return a bar of peak memory by kind, on the scale of the GPU's capacity."""
     held = result.get("memory_gib")
     if not held:
         return ""
@@ -303,6 +303,7 @@ def memory_stack(result: dict) -> str:
 
 
 def time_stack(result: dict) -> str:
+    """Return a bar of a step's seconds by kind."""
     spent = result.get("breakdown_s")
     if not spent:
         return ""
@@ -312,7 +313,7 @@ def time_stack(result: dict) -> str:
 
 
 def pipeline(lanes: list[str], step: float) -> str:
-    """Return the ranks of a pipeline over a step, as Replay.lanes has them."""
+    """Return a drawing of a pipeline's ranks over a step. lanes, step: see `Replay.lanes`."""
     columns = len(lanes[0])
     height = len(lanes) * (LANE + 3)
     busy = ", ".join(f"{1 - lane.count('.') / columns:.0%}" for lane in lanes)
@@ -327,7 +328,7 @@ def pipeline(lanes: list[str], step: float) -> str:
 
 
 def timeline_actions(lanes: list[str]) -> dict[str, str]:
-    """Return the names of the actions that occur, with the class of each one's color."""
+    """Return the actions that occur in the lanes: name -> CSS class of its color."""
     drawn = "".join(lanes)
     return {name: f"c{n}" for n, (letter, name) in enumerate(ACTIONS.items()) if letter in drawn}
 

@@ -1,4 +1,4 @@
-"""The published rows: which config stands for which, and what was published."""
+"""Load configs as rows: a config with what was published of a run of it, under `reference`."""
 
 import re
 from functools import cache
@@ -12,14 +12,14 @@ from minitrain.bench.tables import column, markdown, need
 from minitrain.errors import InputError
 from minitrain.run.config.config_yaml import check_known, convert, read_tree
 from minitrain.run.config.load import load
-from minitrain.run.launch.cli import CONFIGS
+from minitrain.run.config.recipes import CONFIGS
 from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-# folders of configs, in the order of the tables; the last two hold rows that are compared, but not
-# counted, see `is_published`: of others' runs on one GPU, and of one's own
+# folders of configs, in the order of the tables. Rows of the last two (published one-GPU runs by
+# others, and a user's own) are compared, but left out of all statistics: see `is_published`
 TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm", "one-gpu", "own")
-# of published tables, by how their titles begin
+# beginning of a published table's title -> its page
 SOURCES = {
     "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",
     "NeMo Framework 25.04": "https://docs.nvidia.com/nemo-framework/user-guide/latest/performance/archive/"
@@ -29,32 +29,56 @@ SOURCES = {
     "Surogate": "https://github.com/invergent-ai/surogate/blob/main/docs/reference/benchmarks.md",
 }
 
-# figures, one of which is compared
+# figures that can be compared, with their units; a row is compared by the first one that it has
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
-# kinds of what a config's `reference` may say
+# key of a config's `reference` -> type
 REFERENCE = {
-    **dict.fromkeys(("source", "system", "convention", "known_error", "differs", "layout"), str),
+    # title of the published table, and the machine
+    "source": str,
+    "system": str,
+    "gpus": int,
+    # the published figures
+    "tokens_per_sec_per_gpu": float,
+    "tflops_per_gpu": float,
+    "step_time_s": float,
+    # how the table counts FLOPs, see CONVENTIONS
+    "convention": str,
+    # what is wrong with a published figure, and what it should have been
+    "known_error": str,
+    "corrected_tokens_per_sec_per_gpu": float,
+    "corrected_tflops_per_gpu": float,
+    # how the published run differs from the config
+    "differs": str,
     # tokens/s of slower published runs of the same work
     "others": str,
-    **dict.fromkeys(
-        (*FIGURES, *(f"corrected_{name}" for name in FIGURES), "step_time_s", "mean_response"),
-        float,
-    ),
-    **dict.fromkeys(("gpus", "generation_tp", "responses"), int),
-    **dict.fromkeys(("changed", "ours"), list[str]),
+    # of GRPO: mean length and number of responses per step, tensor-parallel size of the samplers
+    "mean_response": float,
+    "responses": int,
+    "generation_tp": int,
+    # of GRPO with drafts by multi-token prediction: how many are made at once, and the share of them
+    # that is accepted if those before are
+    "drafts": int,
+    "acceptance": float,
+    # how to predict the published run, see RECIPE
     "recipe": dict,
+    # overrides that give our fastest layout; "ours" in a config to which they are applied
+    "ours": list[str],
+    "layout": str,
+    # what differs from the row in an edited config, see `load_row`
+    "changed": list[str],
 }
-# see simulator/predict.py
+# key of `reference.recipe` -> type; see simulator/predict.py
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}
-# how a table counts FLOPs: functions of run/monitor/flops.py
+# ways in which tables count FLOPs: names of functions in run/monitor/flops.py
 CONVENTIONS = ("clean", "automodel", "nemo_pretrain", "nemo_squad")
-# sections of systems.yaml with what a recipe may name
+# key of a recipe -> the section of systems.yaml that lists its possible values
 NAMES = {"attention": "kernels", "stack": "stacks"}
 
-# of a reference, where the run was
+# keys of `reference` that say where the run was
 PLACE = ("gpus", "system")
-# settings that fix what a step computes; of GRPO also those below
+# settings that determine the work of a step
 WORK = ("task", "lora", "optim.name", "batch.global_", "batch.seq_len", "data.kind")
+# and those that also do so for GRPO
 POLICY_WORK = ("rollout.max_tokens", "grpo.prompts", "grpo.group", "grpo.generations", "grpo.lag")
 
 
@@ -65,16 +89,13 @@ def constants(section: str) -> Any:
 
 
 def row_trees() -> dict[str, dict]:
-    """Return what every row's config says, by the row's name.
-
-    That is its file under configs/, without the ending.
-    """
+    """Return every row's config as written, by the row's name: its path in configs/, no suffix."""
     files = [file for folder in TABLES for file in sorted((CONFIGS / folder).glob("*.yaml"))]
     return {str(file.relative_to(CONFIGS).with_suffix("")): read_row(file) for file in files}
 
 
 def read_row(file: Path) -> dict:
-    """Return what a row's config says. Raises InputError if it lacks what all tables show."""
+    """Return a row's config as written. Raises InputError if it lacks what all tables show."""
     tree = read_tree(file)
     need(str(file), tree, dict, "reference", "batch", "parallel")
     need(f"{file}: batch", tree["batch"], float, "global", "micro", "seq_len")
@@ -86,20 +107,21 @@ def read_row(file: Path) -> dict:
 
 
 def read_reference(reference: dict, where: str = "reference") -> dict:
-    """Return `reference` of a config, its values as their kinds.
-
-    Raises InputError for what nothing could be compared with.
-    """
+    """Return a config's `reference` with its values converted to their types. Raises InputError."""
     found = typed(reference, REFERENCE, f"{where}.")
     convention = found.get("convention", "clean")
     if convention not in CONVENTIONS:
         raise InputError(
             f"{where}.convention={convention!r} is not one of {', '.join(CONVENTIONS)}"
         )
-    # from these follows how long prompts are
+    # the mean length of prompts follows from these
     missing = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"} - found.keys()
     if "mean_response" in found and missing:
         raise InputError(f"{where}.mean_response needs {where}.{min(missing)} too")
+    if ("drafts" in found) != ("acceptance" in found) or found.get("acceptance", 0) > 1:
+        raise InputError(
+            f"{where} needs both drafts and acceptance, a share of at most 1, or none"
+        )
     if "recipe" in found:
         for key in found["recipe"]:
             check_known(key, RECIPE, f"{where}.recipe")
@@ -113,7 +135,7 @@ def read_reference(reference: dict, where: str = "reference") -> dict:
 
 
 def typed(values: dict, kinds: dict[str, Any], prefix: str) -> dict:
-    """Return `values`, those of `kinds` as their kind. Raises InputError for numbers not above 0."""
+    """Return `values`, converted to the types in `kinds`. Raises InputError for numbers <= 0."""
     found = dict(values)
     for key in filter(kinds.get, values):
         found[key] = convert(kinds[key], values[key], f"{prefix}{key}")
@@ -123,18 +145,18 @@ def typed(values: dict, kinds: dict[str, Any], prefix: str) -> dict:
 
 
 def published_rows() -> dict[str, dict]:
-    """Return `reference` of every row that counts, by the row's name."""
+    """Return `reference` of every row for which `is_published` holds, by the row's name."""
     trees = row_trees().items()
     return {name: tree["reference"] for name, tree in trees if is_published(name)}
 
 
 def is_published(name: str) -> bool:
-    """Return whether a row counts: whether systems.yaml names it, as it names none of one's own."""
+    """Return whether statistics include a row: it is listed in systems.yaml."""
     return name in constants("fitted_on") + constants("held_back")
 
 
 def list_rows() -> str:
-    """Return all rows as a Markdown table, and below it what is wrong with published figures."""
+    """Return all rows as a Markdown table, and below it the known errors of published figures."""
     rows = {name: tree["reference"] for name, tree in row_trees().items()}
     figures = list(rows.values())
     errors = {name: row["known_error"] for name, row in rows.items() if "known_error" in row}
@@ -142,14 +164,14 @@ def list_rows() -> str:
         "row": [f"{name} *" if name in errors else name for name in rows],
         "system": [row["system"].removeprefix("DGX-") for row in figures],
         "GPUs": column(figures, "gpus", ""),
-        # per GPU, as are TFLOP/s
+        # both per GPU
         "tokens/s": column(figures, "tokens_per_sec_per_gpu", ",.6g"),
         "TFLOP/s": column(figures, "tflops_per_gpu", ".6g"),
         "step s": column(figures, "step_time_s", ".4g"),
     }
     notes = "\n".join(f"* {name}: {text}" for name, text in errors.items())
-    told = f"{len(published_rows())} rows that count, rates per GPU; as published, but:"
-    return f"{markdown(columns)}\n\n{told}\n{notes}"
+    head = f"{len(published_rows())} rows that count, rates per GPU; as published, but:"
+    return f"{markdown(columns)}\n\n{head}\n{notes}"
 
 
 # --- a config as a row
@@ -158,15 +180,15 @@ def list_rows() -> str:
 def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
     """Return the row's name and its config.
 
-    `reference["changed"]` names the settings whose work is not the row's, and what is written of
-    the published run other than its table has it: nothing is compared with its figures then.
-    Layout and micro-batches are free.
+    `reference["changed"]` lists the settings that change the row's work, and the keys of `reference`
+    that differ from the published row's. If there are any, nothing is compared with the published
+    figure. Layout and micro-batches may differ.
     """
     config = load(file, overrides)
     row = row_name(file)
     written = read_reference(config.reference)
     if written:
-        # what is loaded may be a copy of it that was edited
+        # `file` may be an edited copy of the published row's config
         published = load(published_file(written) or file)
         table = read_reference(published.reference)
         theirs = work(published)
@@ -178,16 +200,16 @@ def load_row(file: str | Path, overrides: list[str]) -> tuple[str, Config]:
         config.reference.pop("changed", None)
         if changed := [*table.get("changed", ()), *changed]:
             config.reference["changed"] = changed
-        # the published tokens are of so many responses
+        # the published tokens per step are those of this many responses
         if "mean_response" in table:
             config.reference["responses"] = published.grpo.prompts * published.grpo.group
     return row, config
 
 
 def published_file(reference: dict) -> Path | None:
-    """Return the config of the row with the reference's id; None for one's own.
+    """Return the config file whose reference has the same id, or None for a user's own row.
 
-    Raises InputError for a reference that cites a table, but none of its rows.
+    Raises InputError if the reference cites a published table without the id of one of its rows.
     """
     line = re.compile(rf"^ +id: {re.escape(str(reference.get('id')))}$", re.MULTILINE)
     for folder in TABLES:
@@ -203,20 +225,20 @@ def published_file(reference: dict) -> Path | None:
 
 
 def work(config: Config) -> dict:
-    """Return the settings that fix what a step computes, by name."""
+    """Return the settings that determine the work of a step, by name."""
     is_policy = config.task == "grpo"
     names = WORK + POLICY_WORK if is_policy else WORK
     settings = {name.rstrip("_"): attrgetter(name)(config) for name in names}
     settings["model"] = config.model.config
     settings["precision"] = config.precision.removesuffix("-pure")
     settings["data"] = config.data.packed, config.data.size, config.data.text_tokens
-    # a forward pass of the reference
+    # with a KL penalty, a step also has a forward pass of the reference model
     settings["grpo.kl"] = is_policy and config.grpo.kl > 0
     return settings
 
 
 def row_name(path: str) -> str:
-    """Return a config file's name within configs/, without the ending."""
+    """Return a config file's path within configs/, without its suffix."""
     path = Path(path).with_suffix("")
     parts = path.parts
     return "/".join(parts[parts.index("configs") + 1 :]) if "configs" in parts else path.name

@@ -1,12 +1,10 @@
-"""Run any config at toy width on this machine.
+"""Run any config's parallel layout at toy width on this machine.
 
-It keeps its parallel layout, with two ranks wherever it has more.
-
-`shrink` makes the small config: the model's tiny twin, every parallel dimension above 1 at 2, a
-batch and a sequence that still fill them. `run_shrunk` starts a gloo process per rank and measures
-it there, so a layout for a thousand GPUs runs on a laptop before it runs for money. What it shows
-is that the layout works, not how fast it is. Left out: compilation, real data, and uneven pipeline
-splits, whose lengths are those of the real model.
+`shrink` makes the small config: the model's tiny twin, every parallel dimension above 1 set to 2,
+and a batch and sequence that just fill them. `run_shrunk` runs it on one gloo process per rank, so
+that a layout for a thousand GPUs can be tried on a laptop before it costs money. This shows that the
+layout works, not how fast it is. Left out: compilation, real data, and uneven pipeline splits, whose
+numbers of layers fit the real model only.
 """
 
 import json
@@ -34,18 +32,16 @@ from minitrain.run.config.layout_checks import check_layout, stated_ranks, train
 from minitrain.run.launch.start import start
 from minitrain.settings import Batch, Config, Data, Model, Parallel, Validation
 
-# frames, height, width of latents, in patches of (1, 2, 2)
+# frames, height, width of latents; patches of (1, 2, 2) make VIDEO_TOKENS of them
 SMALL_VIDEO = [2, 8, 16]
 VIDEO_TOKENS = 64
-# at most, and a multiple of 8: two context ranks want four parts, two tensor ranks two of each
+# the longest sequence. All lengths are multiples of 8, because two context-parallel ranks split a
+# sequence into four chunks, and two tensor-parallel ranks halve each
 SEQ_LEN = 128
 
 
 def shrink(config: Config) -> Config:
-    """Return the config's small twin, with all its settings that are not sizes.
-
-    Raises InputError for a wrong layout.
-    """
+    """Return the config with small sizes and all other settings. Raises InputError for its layout."""
     parallel = shrink_parallel(config)
     micro = min(config.batch.micro, 2)
     rows = parallel.dp_replicate * parallel.dp_shard * micro
@@ -53,14 +49,14 @@ def shrink(config: Config) -> Config:
     if config.task != "diffusion":
         length = min(SEQ_LEN, max(8, config.batch.seq_len // 8 * 8))
     reference = dict(config.reference)
-    # which is for real packs only
+    # this convention counts attention of real packed documents
     if reference.get("convention") == "nemo_squad":
         del reference["convention"]
     small = replace(
         config,
         model=Model(config=shrink_model(config.model.config, parallel)),
         data=Data(size=SMALL_VIDEO, text_tokens=8),
-        # files hold the real model's adapters
+        # its file would hold the real model's adapters
         lora=config.lora and replace(config.lora, path=""),
         device="cpu",
         batch=Batch(rows * shrunk_micro_batches(config, parallel), micro, length),
@@ -77,14 +73,14 @@ def shrink(config: Config) -> Config:
 
 
 def at_most(section, **limits: int) -> dict[str, int]:
-    """Return settings of a section, none above its limit."""
+    """Return the named settings of a section, each capped at its limit."""
     return {name: min(getattr(section, name), limit) for name, limit in limits.items()}
 
 
 def shrink_parallel(config: Config) -> Parallel:
-    """Return two ranks in every dimension that has more than one, and two stages per rank at most.
+    """Return the layout with at most two ranks per dimension and two pipeline stages per rank.
 
-    Where several ranks have the same experts, and share their parameters, two of them do.
+    If FSDP shards each expert over several ranks, the small layout shards it over two.
     """
     p = config.parallel
     sizes = at_most(p, dp_replicate=2, tp=2, cp=2, pp=2, vp=2, ep=2)
@@ -98,7 +94,7 @@ def shrink_parallel(config: Config) -> Parallel:
 def shrink_model(
     shape: DecoderConfig | WanConfig, parallel: Parallel
 ) -> DecoderConfig | WanConfig:
-    """Return its tiny twin, with two layers or more for each pipeline stage."""
+    """Return the model's tiny twin, with at least two layers per pipeline stage."""
     if isinstance(shape, WanConfig):
         return replace(shape, **TINY_WAN)
     layers = max(4, 2 * parallel.pp * parallel.vp)
@@ -106,9 +102,9 @@ def shrink_model(
 
 
 def shrink_rollouts(config: Config) -> Config:
-    """Return the config with pairs of short responses to short prompts, one optimizer step's worth.
+    """Return the config with two short responses per short prompt, enough for one optimizer step.
 
-    If some ranks only sample, as many do as train.
+    If some ranks of the config only sample, as many ranks of the small one sample as train.
     """
     rollout = replace(
         config.rollout,
@@ -131,9 +127,9 @@ def shrink_rollouts(config: Config) -> Config:
 
 
 def shrunk_micro_batches(config: Config, small: Parallel) -> int:
-    """Return how many a rank of the small layout takes per step: at most 4 per pipeline rank.
+    """Return the micro-batches per step of a rank of the small layout.
 
-    Below that, as many per pipeline rank as the real one, and at least one per stage.
+    Each pipeline rank has as many as in the real layout, but at most 4 and at least one per stage.
     """
     batch = config.batch
     p = config.parallel
@@ -143,7 +139,7 @@ def shrunk_micro_batches(config: Config, small: Parallel) -> int:
 
 
 def real_shards(config: Config) -> int:
-    """Return dp_shard; an open one fills the GPUs of the table, or else is taken for 2."""
+    """Return dp_shard; if it is -1, the value that fills the published GPUs, or 2 without any."""
     p = config.parallel
     if p.dp_shard == -1 and "gpus" not in config.reference:
         return 2
@@ -154,13 +150,13 @@ def real_shards(config: Config) -> int:
 
 
 def run_shrunk(config: Config, row: str, steps: int, warmup: int) -> dict:
-    """Measure a shrunk config on as many gloo processes as it has ranks; return rank 0's row.
+    """Measure a shrunk config on one gloo process per rank; return rank 0's result.
 
-    Raises InputError for what a rank found wrong with the config, and RuntimeError when a rank
-    died: the others are then ended too.
+    Raises InputError if a rank rejected the config. Raises RuntimeError if a rank failed otherwise;
+    all other ranks are ended then.
     """
     ranks = stated_ranks(config)
-    # one process imports torch, not each rank
+    # torch is imported once, before the ranks are forked
     multiprocessing.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory(prefix="minitrain-shrink-") as folder:
         arguments = (ranks, Path(folder), config, row, steps, warmup)
@@ -179,7 +175,7 @@ def run_rank(
 ) -> None:
     """Run one rank's process, from start to end."""
     torch.set_num_threads(1)
-    # its own is shared between processes, and complains when one ends by _exit
+    # tqdm's default lock is shared between processes and warns when one ends by _exit
     tqdm.set_lock(threading.RLock())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     store = dist.FileStore(str(folder / "store"), ranks)

@@ -1,4 +1,4 @@
-"""Results as lines of JSON, as --json writes them, and as a table for the terminal, in Markdown."""
+"""Read results from lines of JSON, as --json writes them, and print them as Markdown tables."""
 
 import json
 import sys
@@ -7,13 +7,13 @@ from pathlib import Path
 from minitrain.errors import InputError, refused
 from minitrain.run.config.config_yaml import type_and_value
 
-# words in the names of GPUs that are slower than a system's, or parts of them
+# words in the names of GPUs that are slower forms, or parts, of a system's GPU
 OTHER_FORMS = {"pcie", "nvl", "mig"}
 KINDS = {float: "a number above 0", str: "text", dict: "a mapping", list: "a list"}
 
 
 def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
-    """Return the object of each line of a file that --json wrote, behind its place for messages.
+    """Return (place for messages, object) of each line of a file that --json wrote.
 
     Raises InputError.
     """
@@ -36,7 +36,7 @@ def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
 
 
 def need(where: str, values: dict, kind: type, *names: str) -> None:
-    """Raise InputError if one of these is missing, not of the kind, or, for float, not above 0."""
+    """Raise InputError unless `values` has all `names` with values of type `kind`; floats: > 0."""
     for name in names:
         value = values.get(name)
         is_number = isinstance(value, int | float) and 0 < value <= sys.float_info.max
@@ -46,7 +46,7 @@ def need(where: str, values: dict, kind: type, *names: str) -> None:
 
 
 def need_rates(where: str, outcome: dict) -> None:
-    """Raise InputError if this is not what --calibrate writes."""
+    """Raise InputError if a calibration lacks rates."""
     need(where, outcome, float, "attention_forward", "attention_backward", "memory")
     need(where, outcome, dict, "matmul")
     need(where, outcome["matmul"], float, *outcome["matmul"])
@@ -54,18 +54,18 @@ def need_rates(where: str, outcome: dict) -> None:
 
 # --- cells and columns
 
-# columns of a terminal
+# of a table, in characters
 WIDTH = 100
-# columns of text
+# columns that hold text
 NAMES = ("row", "settings", "machine")
-# from large to small, each with its size
+# base unit -> units from large to small, each in base units
 UNITS = {
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6},
     "GiB": {"GiB": 1.0, "MiB": 2**-10},
     "TFLOP/s": {"TFLOP/s": 1.0, "GFLOP/s": 1e-3},
 }
 
-# of --wide: name, unit and key
+# columns that only --wide shows: name, unit, key of the result
 RARE = (
     ("clean", "TFLOP/s", "clean_tflops_per_gpu"),
     ("matmul", "TFLOP/s", "matmul_tflops"),
@@ -99,24 +99,24 @@ def sized(name: str, unit: str, results: list[dict], key: str) -> dict[str, list
     values = [result.get(key) or 0.0 for result in results]
     largest = max(values, default=0.0)
     sizes = UNITS[unit]
-    # or the smallest
+    # the largest unit that does not exceed it; otherwise the smallest
     unit = next((each for each in sizes if largest >= sizes[each]), [*sizes][-1])
     size = sizes[unit]
     return {f"{name} {unit}".strip(): [f"{x / size:.4g}" if x else "" for x in values]}
 
 
 def filled(columns: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the columns that have text in any line."""
+    """Return the columns that are not empty in all lines."""
     return {name: cells for name, cells in columns.items() if any(cells)}
 
 
 def by_column(lines: list[dict[str, str]]) -> dict[str, list[str]]:
-    """Return the columns of lines that all have the same keys."""
+    """Turn lines that all have the same keys into columns, without empty columns."""
     return filled({name: [line[name] for line in lines] for name in (lines or [{}])[0]})
 
 
 def markdown(columns: dict[str, list[str]]) -> str:
-    """Return aligned Markdown of equally long columns: the first is text, the others are numbers."""
+    """Return columns as an aligned Markdown table: the first to the left, others to the right."""
     widths = [max(2, *map(len, (name, *cells))) for name, cells in columns.items()]
     rules = ["-" * (width - 1) + ":" for width in widths]
     rules[0] = "-" * widths[0]
@@ -127,7 +127,7 @@ def markdown(columns: dict[str, list[str]]) -> str:
 
 
 def in_width(columns: dict[str, list[str]]) -> str:
-    """Return `markdown` of the columns in WIDTH: names that make it wider stand above, by number."""
+    """Return a Markdown table; if it exceeds WIDTH, texts stand above it, numbered, in its place."""
     text = markdown(columns)
     if max(map(len, text.splitlines())) <= WIDTH:
         return text
@@ -144,20 +144,20 @@ def in_width(columns: dict[str, list[str]]) -> str:
 
 
 def table(results: list[dict], wide: bool = False) -> str:
-    """Return a line per result, below one per machine, and what each says of another library.
+    """Return the machines, a table with a line per result, and comparisons with other libraries.
 
-    wide: with all columns, in whatever width.
+    wide: all columns, in whatever width.
     """
     columns = result_columns(results)
     if wide:
         columns = filled(columns | rare_columns(results))
     body = markdown(columns) if wide else in_width(columns)
     machines = dict.fromkeys(map(machine, results))
-    return "\n".join([*machines, body, *(beside(r) for r in results if "versus" in r)])
+    return "\n".join([*machines, body, *(comparison(r) for r in results if "versus" in r)])
 
 
 def result_columns(results: list[dict]) -> dict[str, list[str]]:
-    """Return the columns of results; those that no result fills are left out."""
+    """Return the columns of results, without those that are empty for all of them."""
     several = len(set(map(machine, results))) > 1
     columns = {
         "row": [label(r) for r in results],
@@ -189,7 +189,7 @@ def rare_columns(results: list[dict]) -> dict[str, list[str]]:
 
 
 def spread(result: dict) -> str:
-    """Return how far apart a run's fastest and slowest steps are, as a share of the median."""
+    """Return the difference between the slowest and the fastest step, as a share of the median."""
     if "step_time_max_s" not in result:
         return ""
     return (
@@ -197,8 +197,8 @@ def spread(result: dict) -> str:
     )
 
 
-def beside(result: dict) -> str:
-    """Say how fast a result is beside another library."""
+def comparison(result: dict) -> str:
+    """Return a line on how fast a result is compared with another library."""
     library = "training the whole model" if result["versus"] == "full" else result["versus"]
     low, high = result["versus_ratio_range"]
     line = f"{result['row']}: {result['versus_ratio']:.2f} times as fast as {library} ({low:.2f} to {high:.2f})"
@@ -209,7 +209,7 @@ def beside(result: dict) -> str:
 
 
 def machine(result: dict) -> str:
-    """Name the machine of a result, and the rate that its MFU is a share of."""
+    """Return a line on a result's machine, and on the rate that its MFU refers to."""
     simulated = "simulated" in (result["mode"], result.get("extrapolated_from"))
     return (
         f"{result['device']}, {result['world_size']} process(es), torch {result['torch']}; "
@@ -218,9 +218,9 @@ def machine(result: dict) -> str:
 
 
 def details(result: dict) -> str:
-    """Tell of a profile or a simulation, besides its line in the table, a GPU's figures per step.
+    """Return further lines on a profiled or simulated step: a GPU's seconds, FLOPs and memory.
 
-    They are the first rank's; memory is that of the rank with the most.
+    They are the first rank's, except that memory is that of the rank with the most.
     """
     seconds = f"seconds: {amounts(result['breakdown_s'])}"
     if result["mode"] == "measured":
@@ -245,7 +245,7 @@ def amounts(parts: dict[str, float]) -> str:
 
 
 def label(result: dict) -> str:
-    """Return the row's name, and what makes the result another thing than a measured step of it."""
+    """Return the row's name and, in parentheses, how the result differs from a measured step of it."""
     notes = [] if result["mode"] == "measured" else [result["mode"]]
     changed = result["reference"].get("changed", [])
     if result["mode"] == "simulated" and not on_own_system(result):
@@ -267,7 +267,7 @@ def is_sampling(result: dict) -> bool:
 
 
 def on_own_system(result: dict) -> bool:
-    """Return False for a result of another system than its config's published row names."""
+    """Return False if a result is of another system than its published row."""
     published = result["reference"].get("system")
     if published and result["mode"] == "simulated":
         return (result.get("system") or published).lower() == published.lower()
@@ -275,7 +275,7 @@ def on_own_system(result: dict) -> bool:
 
 
 def is_of_system(machine: str, system: str) -> bool:
-    """Return whether `machine`, a system's or a device's name, belongs to a published system."""
+    """Return whether `machine`, the name of a system or of a device, is of a published system."""
     words = set(machine.lower().split())
     name = system.lower()
     return not words.isdisjoint({name, name.removeprefix("dgx-")}) and words.isdisjoint(
@@ -284,6 +284,7 @@ def is_of_system(machine: str, system: str) -> bool:
 
 
 def calibration_line(outcome: dict) -> str:
+    """Return a line of a machine's measured rates."""
     products = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in outcome["matmul"].items())
     return (
         f"{outcome['device']}, torch {outcome['torch']}: matrix products {products} TFLOP/s; attention forward "

@@ -1,9 +1,8 @@
-"""Time the same training step by another library, in turns with ours in one process.
+"""Time the same training step by another library, alternating with ours in one process.
 
-So a noisy machine treats both alike.
-
-The libraries are transformers, peft on top of it, and diffusers; "full" is this one, training the
-whole model in place of adapters.
+Alternation makes noise of the machine affect both alike. The libraries are transformers, peft (on
+transformers' models) and diffusers. "full" is minitrain itself, training all weights instead of
+adapters.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ from minitrain.training.optim import clip_gradients, make_optimizer
 def versus(
     config: Config, meshes: Meshes, row: str, steps: int, warmup: int, library: str
 ) -> dict:
-    """Time `steps` training steps of both, alternating; for "full" also the GiB of each."""
+    """Time `steps` training steps of ours and of `library`; for "full", also measure memory."""
     data, _ = open_dataset(config)
     ours = make_trainer(config, meshes)
     trainers = ours, RIVALS[library](ours)
@@ -50,9 +49,9 @@ def versus(
 
 
 def versus_result(library: str, pairs: list[list[float]]) -> dict:
-    """Return what a row says of `library`, from the seconds of our steps and its own.
+    """Return the keys of a result that compare with `library`. A ratio above 1: ours is faster.
 
-    A ratio above 1: ours are faster.
+    pairs: seconds of our step and of the library's.
     """
     ratios = [theirs / ours for ours, theirs in pairs]
     return {
@@ -64,13 +63,13 @@ def versus_result(library: str, pairs: list[list[float]]) -> dict:
 
 
 def check_installed(library: str) -> None:
-    """Raise InputError if the package is not there."""
+    """Raise InputError if the library's package is not installed."""
     if library != "full" and importlib.util.find_spec(library) is None:
         raise InputError(f"--versus {library} needs the package: pip install -e '.[test]'")
 
 
 def check_versus(config: Config, library: str) -> None:
-    """Raise InputError for a config whose training step `library` does not have."""
+    """Raise InputError for a config whose training step `library` cannot do."""
     video = config.task == "diffusion"
     if config.task == "grpo":
         raise InputError(
@@ -98,9 +97,9 @@ def check_versus(config: Config, library: str) -> None:
 
 
 def training_bytes(trainer: Trainer) -> int:
-    """Return how much a step works with at most, once the optimizer has its states."""
+    """Return the peak bytes of a step: parameters, gradients, optimizer states, activations."""
     parameters = list(trainer.model.parameters())
-    # a trained parameter has a gradient of its size
+    # parameters, with a gradient of the same size for each one that is trained
     lasting = sum(p.nbytes * (1 + p.requires_grad) for p in parameters)
     states = sum(x.nbytes for state in trainer.optimizer.state.values() for x in state.values())
     return lasting + states + activation_bytes(trainer, open_dataset(trainer.config)[0])
@@ -110,10 +109,10 @@ def training_bytes(trainer: Trainer) -> int:
 
 
 class Rival:
-    """Another library's model under the optimizer, clipping, precision and micro-batches of `ours`.
+    """Another library's model, trained with the optimizer, precision and micro-batches of `ours`.
 
-    blocks: its parts that are compiled if ours are. loss(batch, count): a micro-batch's share of a
-    mean over `count` terms.
+    blocks: the modules to compile if ours are compiled. loss(batch, count): the sum of a
+    micro-batch's loss terms over `count`, the number of terms in the whole batch.
     """
 
     def __init__(
@@ -152,16 +151,16 @@ def transformers_rival(ours: Trainer) -> Rival:
 
 
 def decoder_rival(ours: Trainer, model: Module) -> Rival:
-    """Return a model of transformers as a rival; its first list of modules are its layers."""
+    """Return a model of transformers as a rival. Its first ModuleList holds its layers."""
     layers = next(module for module in model.modules() if isinstance(module, ModuleList))
     return Rival(ours, model, layers, partial(transformers_loss, model))
 
 
 def transformers_model(config: Config, device: torch.device, dtype: torch.dtype) -> Module:
-    """Return a model of the config's shape, with other weights, on `device`."""
+    """Return transformers' model of the config's shape, randomly initialized, on `device`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    # GPT-2 alone has dropout by default
+    # only GPT-2 has these, with dropout by default
     no_dropout = dict.fromkeys(gpt2.DROPOUTS, 0.0)
     hf_config = AutoConfig.for_model(**config_to_hf(config.model.config, dtype) | no_dropout)
     with device:
@@ -179,8 +178,8 @@ def trained_transformers_model(config: Config, device: torch.device) -> Module:
 def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Tensor:
     """Return a micro-batch's share of the loss.
 
-    Where positions restart, a document begins that sees no other: transformers takes it from them,
-    if the model is not GPT-OSS, which sees all and takes as long.
+    transformers finds the packed documents by restarting positions. Its GPT-OSS does not: there
+    tokens attend across documents, which takes as long.
     """
     return model(
         input_ids=batch["tokens"],
@@ -193,7 +192,7 @@ def transformers_loss(model: Module, batch: dict[str, Tensor], count: int) -> Te
 
 
 def peft_rival(ours: Trainer) -> Rival:
-    """Return transformers' model with peft's adapters, its frozen weights in our type."""
+    """Return transformers' model with peft's adapters, frozen weights in the dtype of ours."""
     from peft import LoraConfig, get_peft_model
 
     dtype = next(ours.model.parameters()).dtype
@@ -222,7 +221,7 @@ def diffusers_rival(ours: Trainer) -> Rival:
         model.enable_gradient_checkpointing()
 
     def velocity(latents, timestep, text, image=None):
-        # it casts none of them itself
+        # diffusers' model does not cast its inputs
         latents, text = latents.to(model.dtype), text.to(model.dtype)
         image = image if image is None else image.to(model.dtype)
         (found,) = model(
@@ -237,6 +236,7 @@ def diffusers_rival(ours: Trainer) -> Rival:
 
 
 def whole_model(ours: Trainer) -> Trainer:
+    """Return a trainer of all weights, without adapters."""
     return make_trainer(dataclasses.replace(ours.config, lora=None), ours.meshes)
 
 

@@ -39,16 +39,18 @@ from pathlib import Path
 from minitrain.bench.rows import list_rows, load_row
 from minitrain.bench.tables import calibration_line, details, table
 from minitrain.errors import InputError, refused
-from minitrain.run.config.environment import world_size
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.recipes import CONFIGS, config_path, own_folder, split_words
 from minitrain.run.launch import cli
+from minitrain.run.launch.interrupts import stop
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 
 # torch, and what brings it, is imported by the functions that need it: it takes seconds, and --help,
 # --list, --report and a mistyped key are answered without it
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = own_folder("results")
 UNSTEADY = "steps were not of one speed, or faster than the machine's matrix products: was it busy with other things?"
 
 FLAGS = {
@@ -112,10 +114,10 @@ CONTRADICTIONS = {
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser(prog="bench.py", description=__doc__)
+    parser = cli.Parser(settings=True, prog="bench.py", description=__doc__)
     add = parser.add_argument
     text = "a file, or a row as --list names it; default: quickstart"
-    add("--config", nargs="+", action="extend", default=[], type=cli.config_path, help=text)
+    add("--config", nargs="+", action="extend", default=[], type=config_path, help=text)
     add("--steps", type=cli.positive(int), default=10, help="timed steps")
     warmup = cli.positive(int, zero=True)
     add("--warmup", type=warmup, default=3, help="untimed steps before them")
@@ -160,21 +162,21 @@ def main(arguments: list[str]) -> None:
 def bench(options: Namespace) -> None:
     """Run what the options ask for. Raises InputError, at the end if other files could be run."""
     # what is done is shown at the end
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, stop)
     # both before torch is there
     if options.simulate:
         tracers.start_server()
     if options.generate:
         cli.use_huge_pages()
     # --config swallows the words behind it
-    words = options.config + options.overrides
-    overrides = [word for word in words if "=" in word]
-    files = [word for word in words if "=" not in word] or [cli.CONFIGS / "quickstart.yaml"]
+    files, overrides = split_words(options.config + options.overrides)
+    files = files or [CONFIGS / "quickstart.yaml"]
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")
     alone = options.calibrate and not options.config
     cases = [] if alone else make_cases(files, overrides, options)
     check_options(cases, options)
+    show_unread(cases, options)
     if not options.dry_run:
         cli.check_writable("json", options.json)
     if options.simulate:
@@ -274,6 +276,17 @@ def check_options(cases: list[Case], options: Namespace) -> None:
         from minitrain.bench.versus import check_installed
 
         check_installed(options.versus)
+
+
+def show_unread(cases: list[Case], options: Namespace) -> None:
+    """Print a note for each setting that no case reads, once for all cases that give it."""
+    from minitrain.run.config.unread import unread
+
+    also_read = ("rollout", "grpo") if options.generate else ()
+    notes = [note for case in cases for note in unread(case.config, also_read)]
+    if is_first_rank():
+        for note in dict.fromkeys(notes):
+            print(note, file=sys.stderr, flush=True)
 
 
 # --- running
@@ -426,8 +439,6 @@ def rank_combinations(file: str, overrides: list[str], options: Namespace) -> No
 
 def is_first_rank() -> bool:
     """Return whether this process prints and writes for all."""
-    from minitrain.run.launch.failures import rank
-
     return rank() == 0
 
 

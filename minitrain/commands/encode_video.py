@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
-from tqdm import tqdm
-
 from minitrain.data.files import stamp_of
 from minitrain.errors import InputError, readable
 from minitrain.run.launch import cli
@@ -48,16 +46,18 @@ def main(arguments: list[str]) -> None:
     # where training hides the caption
     negative = encoders.encode_text("")
     work = out / ".next"
-    for path, caption in tqdm(captions.items(), unit="video"):
-        file = out / f"{path.name}.safetensors"
-        made_of = digest_of(path, caption, options, of_encoders)
-        if stored_digest(file) != made_of:
-            frames = read_frames(path, options.size, options.frames, options.rate)
-            text = encoders.encode_text(caption)
-            save_video(
-                work, encoders.encode(frames), text, {"made_of": made_of}, negative=negative
-            )
-            work.replace(file)
+    try:
+        for path, caption in cli.bar(captions.items(), len(captions), "video"):
+            file = out / f"{path.name}.safetensors"
+            made_of = digest_of(path, caption, options, of_encoders)
+            if stored_digest(file) != made_of:
+                frames = read_frames(path, options.size, options.frames, options.rate)
+                text = encoders.encode_text(caption)
+                latents = encoders.encode(frames)
+                save_video(work, latents, text, {"made_of": made_of}, negative=negative)
+                work.replace(file)
+    finally:
+        work.unlink(missing_ok=True)
     print(f"{out} holds {len(captions):,} videos of {options.videos}")
     names = {f"{path.name}.safetensors" for path in captions}
     if others := {file.name for file in out.glob("*.safetensors")} - names:

@@ -11,9 +11,19 @@ from minitrain.errors import InputError
 from minitrain.run.launch import cli
 from minitrain.settings import Config
 
+
+def step_or_best(text: str) -> int | str:
+    """Parse a step's number, or best, as an argparse type."""
+    return text if text == "best" else cli.positive(int)(text)
+
+
 OPTIONS = {
     "--run": (cli.home_path, ..., "a run's out_dir"),
-    "--step": (cli.positive(int), None, "by default the newest checkpoint"),
+    "--step": (
+        step_or_best,
+        None,
+        "of a checkpoint, or best, by validation; default: the newest",
+    ),
     "--out": (cli.home_path, ..., "a new folder"),
 }
 # one process, beside a GPU that may be training; the weights are the same
@@ -46,10 +56,13 @@ def main(arguments: list[str]) -> None:
     steps = complete_steps(checkpoints)
     if not steps:
         raise InputError(f"{checkpoints} holds no checkpoint (--run is a run's out_dir)")
-    step = options.step or steps[-1]
-    if step not in steps:
-        raise InputError(f"{checkpoints} holds steps {steps}, not {step}")
-    folder = checkpoints / f"step-{step:08d}"
+    number = options.step or steps[-1]
+    if number == "best":
+        number = best_step(Path(options.run, "metrics.jsonl"))
+    if number not in steps:
+        kept = " (checkpoint.best=true keeps the best)" if options.step == "best" else ""
+        raise InputError(f"{checkpoints} holds steps {steps}, not {number}{kept}")
+    folder = checkpoints / f"step-{number:08d}"
     if problem := find_damage(folder, 0, 1):
         raise InputError(f"checkpoint {folder} is damaged: {problem}")
     config = load(Path(options.run, "config.yaml"), ALONE.split())
@@ -74,8 +87,19 @@ def main(arguments: list[str]) -> None:
     make_empty(work)
     export(trainer, config, work, asks)
     work.rename(out)
-    print(f"{out} holds step {step} of {options.run}")
+    print(f"{out} holds step {number} of {options.run}")
     print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")
+
+
+def best_step(file: Path) -> int:
+    """Return the step of a run's best validation. Raises InputError if it has none."""
+    from minitrain.run.monitor.metrics_file import read_lines
+    from minitrain.run.monitor.progress import goodness, validation
+
+    tested = [line for line in read_lines(file)[0] if validation(line)]
+    if not tested:
+        raise InputError(f"{file} has no validation (--step N names a step)")
+    return max(tested, key=goodness)["step"]
 
 
 def prompt_of(config: Config, extra: dict) -> str | None:

@@ -1,12 +1,12 @@
 """Continue texts and answer chats in the terminal: what python -m minitrain.generate does."""
 
-import json
+import re
 import sys
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
-from shlex import quote
 
+from minitrain.commands.generate_answers import answer_prompts, answered_before, tell_answers
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
     CHATS,
@@ -34,6 +34,8 @@ from minitrain.rollout.scheduler import Sample
 from minitrain.run.launch import cli
 from minitrain.run.launch.start import pick_device
 from minitrain.settings import Rollout
+
+SLASHES = "/clear begins anew, /system TEXT too, with that as its system prompt, /exit ends"
 
 
 def generate_text(options: Namespace) -> None:
@@ -67,9 +69,13 @@ def generate_text(options: Namespace) -> None:
         tuple(options.stop),
         options.seed,
     )
+    answers = answered_before(options, lines) if options.prompts else {}
+    if options.out and len(answers) == len(lines):
+        return tell_answers(options, answers)
+    left = [prompt for number, prompt in enumerate(prompts) if number not in answers]
     # of a conversation nobody knows the length
-    longest = max(map(len, prompts)) + options.max_tokens if prompts else None
-    samples = options.n * max(1, len(prompts))
+    longest = max(map(len, left)) + options.max_tokens if left else None
+    samples = options.n * max(1, len(left))
     device = pick_device(options.device)
     model = load_merged(options.model, options.adapter, device=device)
     draft = None
@@ -78,7 +84,9 @@ def generate_text(options: Namespace) -> None:
     settings = Rollout(draft=options.draft or "", draft_tokens=options.draft_tokens)
     sampler = Sampler(model, tokenizer, settings, samples, longest, draft)
     if options.prompts:
-        write_answers(options, lines, sampler.generate_text(prompts, params))
+        answer_prompts(options, lines, prompts, sampler, params, answers)
+        if options.out:
+            tell_answers(options, answers)
     elif prompts:
         show(sampler, sampler.submit(prompts[0], params), "" if template else options.prompt)
     else:
@@ -133,6 +141,8 @@ def encode_line(
     record: dict, options: Namespace, template: ChatTemplate | None, tokenizer: Tokenizer
 ) -> list[int]:
     """Return the ids of a line's prompt. Raises InputError for what the model would not be shown."""
+    if "text" in record:
+        raise InputError("'text' is where the answer goes (give that key another name)")
     if template is None:
         for key in (*CHATS, *SYSTEMS, *SHOWN):
             if record.get(key):
@@ -161,23 +171,6 @@ def encode(
     return prompt
 
 
-def write_answers(options: Namespace, lines: list[dict], answers: list[str]) -> None:
-    """Write each answer as `text` of the line that asked for it, to --out or the terminal."""
-    each = [line for line in lines for _ in range(options.n)]
-    lines = [
-        json.dumps(line | {"text": text}, ensure_ascii=False) + "\n"
-        for line, text in zip(each, answers, strict=True)
-    ]
-    if options.out is None:
-        sys.stdout.write("".join(lines))
-    else:
-        Path(options.out).write_text("".join(lines), encoding="utf-8")
-        print(f"{options.out} holds {len(lines):,} answers, each a line with prompt and text")
-        made = quote(options.model)
-        made += f" --adapter {quote(options.adapter)}" if options.adapter else ""
-        print(f"next: minitrain evaluate --chat --model {made} FILE compares answers")
-
-
 def converse(
     sampler: Sampler, params: SamplingParams, before: Chat, template: ChatTemplate
 ) -> None:
@@ -185,10 +178,24 @@ def converse(
 
     Where that is more than the model has positions for, the conversation begins anew, as is told.
     """
+    if sys.stdin.isatty():
+        print(SLASHES, file=sys.stderr)
     said = before
     with suppress(EOFError):
         while True:
-            question = Message("user", input("> "))
+            line = input("> ")
+            order, _, text = line.partition(" ")
+            if order in ("/exit", "/quit"):
+                return
+            if order == "/system":
+                before = [Message("system", text)] if text.strip() else []
+            if order in ("/system", "/clear"):
+                said = before
+                continue
+            if re.fullmatch(r"/\w+", order):
+                print(f"note: {order} is no order ({SLASHES})", file=sys.stderr)
+                continue
+            question = Message("user", line)
             for chat in ([*said, question], [*before, question]):
                 try:
                     prompt = encode(chat, template, sampler.tokenizer)

@@ -7,14 +7,16 @@ data.kind=tokens: the same rows as from the texts. The tokenizer lies beside the
 a model trained on them.
 """
 
+import shutil
+import signal
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from shlex import quote
 
 import numpy as np
-from tqdm import tqdm
 
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
@@ -49,12 +51,13 @@ def main(arguments: list[str]) -> None:
     groups = [files[start : start + size] for start in range(0, len(files), size)]
     work = out.with_name(f"{out.name}.tmp")
     make_empty(work)
-    tokenizer.save(work)
-    write = partial(write_tokens, options.tokenizer, options.field, work, kind=options.kind)
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        written = pool.map(write, range(len(groups)), groups)
-        counts = list(tqdm(written, total=len(groups), unit="file"))
-    work.rename(out)
+    try:
+        tokenizer.save(work)
+        write = partial(write_tokens, options.tokenizer, options.field, work, kind=options.kind)
+        counts = write_groups(write, groups, options.processes)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     documents, tokens = map(sum, zip(*counts, strict=True))
     print(
         f"{out} holds {tokens:,} tokens of {documents:,} documents in {len(groups):,} files{note}"
@@ -62,6 +65,28 @@ def main(arguments: list[str]) -> None:
     words = [quote(f"data.{key}={out}") for key in ("path", "tokenizer")]
     told = f"{' '.join(words)} data.document_end={tokenizer.eos_id}"
     print(f"next: minitrain train --config train/pretrain-tokens {told}")
+
+
+def write_groups(
+    write: Callable, groups: list[list[Path]], processes: int | None
+) -> list[tuple[int, int]]:
+    """Return write(number, group) of each group of files, written by several processes.
+
+    An error, or a signal, ends them all.
+    """
+    others = active_children()
+    context = get_context("spawn")
+    # a terminal's Ctrl-C is told once, by this process
+    ignored = signal.SIGINT, signal.SIG_IGN
+    with ProcessPoolExecutor(processes, context, signal.signal, ignored) as pool:
+        try:
+            written = pool.map(write, range(len(groups)), groups)
+            return list(cli.bar(written, len(groups), "file"))
+        except BaseException:
+            for process in active_children():
+                if process not in others:
+                    process.kill()
+            raise
 
 
 def write_tokens(

@@ -1,10 +1,10 @@
-"""Hugging Face checkpoints (config.json + safetensors) in and out of a `Decoder`, or of a `Wan`.
+"""Load and save a `Decoder` or a `Wan` as a Hugging Face checkpoint: config.json and safetensors.
 
-Most of our parameter names are theirs; layouts_hf.py knows the others, stacked experts and
-quantized weights. First every name and shape is checked against the files' headers. Then one tensor
-at a time is copied from the mapped file into the model: of a sharded one only the slices that this
-process has. Writing is the mirror image: tensors come from an iterator and leave memory shard by
-shard. Left out: tokenizers.
+Most parameters have the same names as in the files; layouts_hf.py maps the others, stacked experts
+and quantized weights. Loading first checks every name and shape against the files' headers. Then it
+copies one tensor at a time from the mapped file into the model; for a sharded model only the slices
+that this process holds. Saving consumes tensors from an iterator, and frees each shard of the
+checkpoint when it is written. Tokenizers are not handled here.
 """
 
 import os
@@ -60,17 +60,26 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, local_shard
 
+# dtypes by torch's names, which config.json has too, and by the names of settings
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 Model = Decoder | Wan
 Named = Iterable[tuple[str, Tensor]]
 
 
-def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=None) -> Model:
+def load_pretrained(
+    path: str | Path, dtype: torch.dtype | str | None = None, device=None
+) -> Model:
     """Return the model in a folder of Hugging Face layout, on `device` (default: the CPU).
 
-    dtype: of the weights. By default the checkpoint's own, as in transformers: that of config.json,
-    or, if it has none, that of the first tensor. Raises InputError for anything that is wrong with
-    the folder.
+    dtype: of the weights, torch's or a name such as bf16. The default is the checkpoint's own, as in
+    transformers: that in config.json, otherwise that of the first tensor. Raises InputError for
+    anything that is wrong with the folder.
     """
+    dtype = SHORT_NAMES.get(dtype, NAMES.get(dtype, dtype))
+    if dtype not in (None, *NAMES.values()):
+        raise InputError(f"dtype={dtype!r} is not one of {', '.join([*SHORT_NAMES, *NAMES])}")
     config = read_config(path)
     weights = find_weights(config, path)
     dtype = dtype or _stored_dtype(Path(path), weights)
@@ -82,8 +91,8 @@ def load_pretrained(path: str | Path, dtype: torch.dtype | None = None, device=N
 def read_config(path: str | Path) -> Config:
     """Return the config of the model in folder `path`, of either kind.
 
-    It has as many depths of multi-token prediction as the files hold: transformers drops their
-    weights, and keeps the number in config.json.
+    Its depths of multi-token prediction are those in the files: transformers drops their weights, but
+    keeps their number in config.json.
     """
     file = Path(path) / "config.json"
     if os.path.isfile(path):
@@ -105,7 +114,7 @@ def read_config(path: str | Path) -> Config:
         config = replace(config, generation_config=read_json(generation))
     if config.num_nextn_predict_layers:
         held = 0
-        # files that are missing are told when they are read
+        # missing files are reported when the weights are read
         with suppress(InputError):
             held = held_depths(config, stored_tensors(weight_files(path)))
         config = replace(config, num_nextn_predict_layers=held)
@@ -113,16 +122,21 @@ def read_config(path: str | Path) -> Config:
 
 
 def save_pretrained(
-    model: Model, path: str | Path, max_shard_bytes: int = 5 * 10**9, original_names: bool = False
+    model: Model,
+    path: str | Path,
+    tokenizer=None,
+    max_shard_bytes: int = 5 * 10**9,
+    original_names: bool = False,
 ) -> None:
     """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained(path)` loads.
 
-    It has the model's own dtype. A Wan is for `diffusers.WanTransformer3DModel`, or, with
-    `original_names`, for Wan's own code. An older checkpoint in the folder is replaced, with its
-    generation_config.json; other files (a tokenizer's) stay. A model of family `minitrain` is for
-    `load_pretrained` alone. Raises InputError for a config that another family's architecture in
-    transformers cannot express, for a model that is sharded or has adapters, and for a folder that
-    has some.
+    It has the model's own dtype. A Wan is saved for `diffusers.WanTransformer3DModel` or, with
+    `original_names`, for Wan's own code. A model of family `minitrain` is saved for `load_pretrained`
+    only. An older checkpoint in the folder is replaced, including generation_config.json, and, if
+    `tokenizer` is given (see minitrain.load_tokenizer), its tokenizer; other files stay.
+
+    Raises InputError for a config that its family in transformers cannot express, for a model that is
+    sharded or has adapters, and for a folder that holds adapters.
     """
     tensors = model.state_dict()
     if any(map(is_adapter, tensors)):
@@ -137,29 +151,35 @@ def save_pretrained(
         raise InputError("original_names=True is for Wan models: others have one spelling")
     if isinstance(model, Decoder) and model.config.family != OWN:
         check_exportable(model.config)
+    if tokenizer is not None and not hasattr(tokenizer, "encode_prompt"):
+        raise InputError(
+            f"tokenizer={tokenizer!r:.60} is none of ours (give minitrain.load_tokenizer(FOLDER))"
+        )
     dtype = next(model.parameters()).dtype
     save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names)
+    if tokenizer is not None:
+        tokenizer.save(path)
 
 
-# --- weights, in
+# --- load weights
 
 
 class Weights(NamedTuple):
-    """A checkpoint's tensors, and the pieces of them that each parameter consists of."""
+    """A checkpoint's tensors, and the pieces of them that make up each parameter."""
 
     stored: dict[str, StoredTensor]
     sources: dict[str, list[Piece]]
 
 
 def find_weights(config: Config, path: str | Path) -> Weights:
-    """Return where a model's weights are in the safetensors of folder `path`, from headers alone.
+    """Return where a model's weights are in the safetensors of folder `path`; read only headers.
 
-    Raises InputError for a tensor that is missing, unknown, misshapen or of an unknown type, and
-    for a damaged file.
+    Raises InputError for a tensor that is missing, unknown, or of another shape or type, and for a
+    damaged file.
     """
     path = Path(path)
     stored = stored_tensors(weight_files(path))
-    # a config.json may claim billions of layers: refuse it before they are built
+    # refuse a config.json that claims billions of layers before they are built
     if len(stored) < config.num_layers:
         raise InputError(
             f"{path}: config.json claims {config.num_layers} layers, the files hold {len(stored)} tensors"
@@ -197,19 +217,19 @@ def find_weights(config: Config, path: str | Path) -> Weights:
 
 
 def load_weights(model: Model, path: str | Path) -> None:
-    """Fill `model`, which must be materialized, from the safetensors of folder `path`.
+    """Fill a materialized model from the safetensors of folder `path`, converting dtypes.
 
-    Values are converted to its dtype. Memory: this process's part of one stored tensor at a time,
-    beside the model. Raises InputError, before anything is written, as `find_weights` does.
+    Besides the model, memory holds this process's part of one stored tensor at a time. Raises
+    InputError as `find_weights` does, before the model is changed.
     """
-    # a pipeline stage also checks the other stages' tensors: all ranks fail together or none does
+    # every pipeline stage checks the tensors of all stages, so that all ranks fail or none does
     _read_into(model, find_weights(model.config, path))
 
 
 @torch.no_grad()
 def _read_into(model: Model, weights: Weights) -> None:
     fetch = partial(_fetch, weights.stored)
-    # parameters and buffers
+    # state_dict has buffers too
     for name, tensor in model.state_dict().items():
         if not is_adapter(name):
             local, slices = local_shard(tensor)
@@ -218,19 +238,19 @@ def _read_into(model: Model, weights: Weights) -> None:
 
 
 def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:
-    # The file is closed after each tensor: its pages stay in memory as long as it is open.
+    # pages of a mapped file stay in memory while it is open, so it is closed after each tensor
     with open_tensors(stored[key].file) as file:
         return file.get_slice(stored[key].name)[slices]
 
 
 def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
-    """Copy the part of `local` that a piece holds. slices: `local`'s place in the parameter."""
+    """Copy the part of a piece that falls into `local`. slices: `local`'s place in the parameter."""
     inside = []
     wanted = []
     for own, held in zip(slices, piece.region, strict=True):
         step = held.step or 1
         stop = min(own.stop, held.stop)
-        # counted in the piece's own rows: the first that `local` has, and the end
+        # the piece's first row within `local`, and the one after its last
         first = max(0, -((held.start - own.start) // step))
         end = -((held.start - stop) // step)
         if first >= end:
@@ -241,7 +261,7 @@ def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
 
 
 def _check_copy(weights: Weights, key: str, name: str) -> None:
-    """Raise InputError if stored tensor `key`, which nothing reads, differs from our parameter `name`."""
+    """Raise InputError if stored tensor `key` is not a copy of our parameter `name`, from which it is read."""
     keys = (next(iter(weights.sources[name][0].needs)), key)
     original, copy = (weights.stored[each] for each in keys)
     blocks = [(slice(first, first + 4096),) for first in range(0, original.shape[0], 4096)]
@@ -265,15 +285,25 @@ def _stored_dtype(path: Path, weights: Weights) -> torch.dtype:
     if name is None:
         embedding = next(iter(weights.sources.values()))[0]
         return DTYPES.get(weights.stored[next(iter(embedding.needs))].dtype, torch.float32)
-    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str) or name not in NAMES:
         raise InputError(
-            f"{path / 'config.json'}: dtype {name!r} is not supported (known: {', '.join(known)})"
+            f"{path / 'config.json'}: dtype {name!r} is not supported (known: {', '.join(NAMES)})"
         )
-    return known[name]
+    return NAMES[name]
 
 
-# --- out
+# --- save
+
+
+class Form(NamedTuple):
+    """The form in which a checkpoint stores a model."""
+
+    # JSON files: name -> contents
+    files: dict[str, dict]
+    # of the weight files' names
+    stem: str
+    # to_stored(tensors): yield the stored tensors of the model's named parameters
+    to_stored: Callable[[Named], Named]
 
 
 def save_tensors(
@@ -286,59 +316,72 @@ def save_tensors(
 ) -> None:
     """Write full tensors, named as the model's parameters, as a Hugging Face checkpoint in `dtype`.
 
-    Tensors that the model keeps in fp32 stay so. original_names: use the names of Wan's own code,
-    not diffusers'. `tensors` is consumed lazily, and each shard leaves memory as soon as it is full.
-    The folder keeps what it had until everything is on disk. A folder with config.json is complete.
+    Tensors that the model keeps in fp32 stay so. original_names: use the names of Wan's own code
+    instead of diffusers'. `tensors` is consumed lazily, and a shard is freed when it is written.
+    The folder's old checkpoint stays until all new files are on disk. A folder that has a config.json
+    holds a complete checkpoint.
     """
     path = Path(path)
-    files = {}
     if isinstance(config, WanConfig):
-        spell = wan_names.original_name if original_names else wan_names.diffusers_name
-        to_json = (
-            wan_names.config_to_original_json if original_names else wan_names.config_to_json
-        )
-        files["config.json"] = to_json(config)
-        stem = wan_names.STEM
-        tensors = ((spell(name), x) for name, x in tensors)
+        form = _form_of_wan(config, original_names)
     else:
         check_free_of_adapters(path)
-        config = exportable(config)
-        files["config.json"] = config_to_json(config, dtype)
-        stem = STEMS[0]
-        if config.generation_config:
-            files[GENERATION] = config.generation_config
-        family = FAMILIES[config.family]
-        spell = partial(family.stored_name, layers=config.num_layers)
-        if family.to_stored:
-            tensors = family.to_stored(tensors)
-        else:
-            tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
+        form = _form_of_decoder(config, dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    # The model keeps these tensors in fp32 whatever the dtype.
+    # the model keeps these tensors in fp32 whatever its dtype
     model = empty_model(config).to(torch.bfloat16)
-    fp32 = {spell(name) for name, x in model.state_dict().items() if x.dtype == torch.float32}
+    kept = ((name, x) for name, x in model.state_dict().items() if x.dtype == torch.float32)
+    fp32 = {name for name, _ in form.to_stored(kept)}
     tensors = (
         (name, x.detach().to("cpu", wide if name in fp32 else dtype).contiguous())
-        for name, x in tensors
+        for name, x in form.to_stored(tensors)
     )
     work = path / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
     with refused(f"{path} cannot be written"):
         work.mkdir(parents=True)
     try:
-        _write_shards(tensors, work, stem, max_shard_bytes)
-        for name, contents in files.items():
+        _write_shards(tensors, work, form.stem, max_shard_bytes)
+        for name, contents in form.files.items():
             write_json(work / name, contents)
         _replace_checkpoint(path, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def check_free_of_adapters(path: str | Path) -> None:
-    """Raise InputError if adapters are in the folder.
+def _form_of_wan(config: WanConfig, original_names: bool) -> Form:
+    """Return the form of a Wan for diffusers or, with original names, for Wan's own code."""
+    if original_names:
+        stored_name = wan_names.original_name
+        contents = wan_names.config_to_original_json(config)
+    else:
+        stored_name = wan_names.diffusers_name
+        contents = wan_names.config_to_json(config)
 
-    transformers adds them to any model beside them, even if they are merged into it already, or
-    belong to another model.
+    def rename(tensors: Named) -> Named:
+        return ((stored_name(name), tensor) for name, tensor in tensors)
+
+    return Form({"config.json": contents}, wan_names.STEM, rename)
+
+
+def _form_of_decoder(config: DecoderConfig, dtype: torch.dtype) -> Form:
+    """Return the form of a decoder: its family's or, if that has none for it, our own."""
+    config = exportable(config)
+    files = {"config.json": config_to_json(config, dtype)}
+    if config.generation_config:
+        files[GENERATION] = config.generation_config
+
+    def one_by_one(tensors: Named) -> Named:
+        return (pair for name, tensor in tensors for pair in to_stored(name, tensor, config))
+
+    return Form(files, STEMS[0], FAMILIES[config.family].to_stored or one_by_one)
+
+
+def check_free_of_adapters(path: str | Path) -> None:
+    """Raise InputError if the folder holds adapters.
+
+    transformers would add them to any model in the same folder, even if they are already merged into
+    it, or belong to another model.
     """
     if os.path.exists(os.path.join(path, ADAPTER_CONFIG)):
         raise InputError(
@@ -347,14 +390,14 @@ def check_free_of_adapters(path: str | Path) -> None:
 
 
 def _write_shards(tensors: Named, work: Path, stem: str, limit: int) -> None:
-    """Write files of at most `limit` bytes (a larger tensor stands alone), and their index."""
+    """Write files of at most `limit` bytes (or of one larger tensor), and their index."""
     names = []
     total_size = 0
     for shard in _shards(tensors, limit):
         write_tensors(shard, work / f"shard-{len(names)}", metadata={"format": "pt"})
         names.append(list(shard))
         total_size += sum(tensor.nbytes for tensor in shard.values())
-    # their number is known only now
+    # the files' final names contain their number, which is known only now
     single, index = single_and_index(stem)
     weight_map = {}
     for i, inside in enumerate(names):
@@ -369,7 +412,7 @@ def _write_shards(tensors: Named, work: Path, stem: str, limit: int) -> None:
 
 
 def _shards(tensors: Named, limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors by name, as many as `limit` bytes hold; each dict is emptied for the next."""
+    """Yield dicts of tensors of at most `limit` bytes; each is emptied before the next is filled."""
     shard = {}
     size = 0
     for name, tensor in tensors:
@@ -383,10 +426,10 @@ def _shards(tensors: Named, limit: int) -> Iterator[dict[str, Tensor]]:
 
 
 def _replace_checkpoint(folder: Path, work: Path) -> None:
-    """Move the new files in place of the old.
+    """Replace the old files by the new ones.
 
-    The old config.json goes first and the new one comes last: without it a folder cannot be loaded,
-    so no mixture of old and new files ever is.
+    The old config.json is removed first and the new one comes last. A folder without it cannot be
+    loaded, so a mixture of old and new files never is.
     """
     outdated = ["config.json", GENERATION, "hf_quant_config.json", "quantize_config.json"]
     for stem in STEMS:

@@ -1,13 +1,13 @@
-"""Map parameters to stored tensors of each family: names, stacked or separate experts, FP8, MXFP4.
+"""Map parameters to stored tensors: names, stacked or separate experts, FP8, MXFP4.
 
-A parameter is filled from one or several `Piece`s: stored tensors, or single experts of a stored stack, each holding a
-region of it. A piece is read in full or in part, so that a process reads only what it owns. Writing goes the other way,
-always unquantized: one parameter becomes one or several stored tensors.
+A parameter is filled from one or several `Piece`s. A piece is a region of the parameter and its source: a stored tensor,
+or one expert of a stored stack. A process reads only the part of a piece that it owns. Saving is the reverse, always
+unquantized: one parameter becomes one or several stored tensors.
 
     ours                            Mixtral                        Qwen3, DeepSeek, Kimi               GPT-OSS
     mlp.gate                        block_sparse_moe.gate          mlp.gate                            mlp.router
     mlp.experts.gate_up_proj [e]    block_sparse_moe.experts.e.w1  mlp.experts.e.gate_proj.weight      mlp.experts.gate_up_proj
-        rows of both in turn        ... and .w3, up                ... and .up_proj                    transposed
+        gate and up rows alternate  ... and .w3, up                ... and .up_proj                    transposed
     mlp.experts.down_proj [e]       ....w2                         ....down_proj                       transposed
 """  # noqa: E501
 
@@ -42,16 +42,13 @@ Config = DecoderConfig | WanConfig
 
 
 class Piece(NamedTuple):
-    """A region of a parameter, and where it is stored.
+    """A region of a parameter, and how to read it."""
 
-    region: one slice per dimension; a slice may have a step.
-    needs: stored tensor -> its shape and possible dtypes.
-    read(fetch, slices): return the part `slices` of the region, counted from its start, without
-    steps.
-    """
-
+    # one slice per dimension of the parameter; a slice may have a step
     region: Slices
+    # stored tensor -> its shape and possible dtypes
     needs: dict
+    # read(fetch, slices): return part of the region. slices: relative to its start, without steps
     read: Callable[[Fetch, Slices], Tensor]
 
 
@@ -114,14 +111,14 @@ def expert_pieces(
 
 
 def mamba_parts(name: str, config: Config) -> list[int] | None:
-    """Return the sizes of the parts whose rows the hub has in another order (see mamba.py), if so."""
+    """Return the sizes of the parts of a Mamba-2 weight whose rows files order differently, or None."""
     if ".mamba.in_proj." in name:
         return config.mamba.projected
     return config.mamba.convolved if ".mamba.conv1d." in name else None
 
 
 def expert_parts(name: str) -> list[str]:
-    """Return the stored matrices of one expert that a stack holds."""
+    """Return the names of an expert's matrices that one of our stacks holds."""
     return ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
 
 
@@ -161,7 +158,7 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
 
 
 def copies(config: DecoderConfig) -> dict[str, str]:
-    """Return copies of our parameters that files of multi-token prediction have: stored name -> ours."""
+    """Return the copies that layers of multi-token prediction have in files: stored name -> ours."""
     layers = config.all_layers[config.num_layers :]
     copied = FAMILIES.get(config.family, PLAIN).copied
     ours = {TIED_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
@@ -173,7 +170,7 @@ def copies(config: DecoderConfig) -> dict[str, str]:
 
 
 def held_depths(config: DecoderConfig, stored: Stored) -> int:
-    """Return how many depths of multi-token prediction the stored tensors have."""
+    """Return the number of depths of multi-token prediction that are stored."""
     family = FAMILIES.get(config.family, PLAIN)
     layers = config.num_layers
     names = (f"model.layers.{layers + depth}.eh_proj.weight" for depth in count())
@@ -181,10 +178,10 @@ def held_depths(config: DecoderConfig, stored: Stored) -> int:
 
 
 def is_ignored(key: str, config: Config) -> bool:
-    """Return True if a stored tensor has no place here, and needs none.
+    """Return True for a stored tensor that is not needed.
 
-    Besides those that its family names, these are old tables of rotary embeddings, a tied head, and
-    a norm of Wan's image to video that is unused, in diffusers too.
+    These are the tensors that a family ignores, old tables of rotary embeddings, a tied head, and a
+    norm of Wan's image-to-video models that diffusers does not use either.
     """
     if isinstance(config, WanConfig):
         return key.endswith(".attn2.norm_added_q.weight")
@@ -202,7 +199,7 @@ def is_ignored(key: str, config: Config) -> bool:
 
 
 def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:
-    """Return the piece of a stored matrix as it is, in FP8 where it is stored so."""
+    """Return the piece of a whole stored tensor, which may be in FP8."""
     if key not in stored or stored[key].dtype != "F8_E4M3":
         return stored_part(key, shape, region)
     scales = tuple(-(-n // FP8_BLOCK) for n in shape)
@@ -213,10 +210,10 @@ def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:
 def stored_part(
     key: str, shape: Shape, region: Slices, starts: Shape = (), transposed: bool = False
 ) -> Piece:
-    """Return a region that lies in tensor `key` from `starts` on, or 0, in each dimension.
+    """Return the piece of a region that begins at `starts` (default: 0) in stored tensor `key`.
 
-    shape: of the stored tensor, before its last two dimensions were transposed, if they are. The
-    region may have one dimension more, in front.
+    shape: of the stored tensor; if its last two dimensions are transposed, the shape before that. The
+    region may have one more dimension in front.
     """
 
     def read(fetch: Fetch, slices: Slices) -> Tensor:
@@ -228,11 +225,12 @@ def stored_part(
 
 
 def swap(dimensions: tuple) -> tuple:
+    """Swap the last two of a tuple's items."""
     return (*dimensions[:-2], dimensions[-1], dimensions[-2])
 
 
 def read_fp8(key: str, fetch: Fetch, slices: Slices) -> Tensor:
-    """Return fp32: each block of 128 x 128 values times its own scale (DeepSeek-V3)."""
+    """Return the values in fp32: each block of 128 x 128 times its own scale (DeepSeek-V3)."""
     slices = slices[-2:]
     scale = fetch(key + FP8_SCALE, ()).float()
     for dim, part in enumerate(slices):
@@ -241,9 +239,10 @@ def read_fp8(key: str, fetch: Fetch, slices: Slices) -> Tensor:
 
 
 def mxfp4_expert(name: str, shape: Shape, region: Slices) -> Piece:
-    """Return the piece of one expert in GPT-OSS's MXFP4, of which all rows are read, as fp32.
+    """Return the piece of one expert in GPT-OSS's MXFP4. All of its rows are read, as fp32.
 
-    32 values share a power of two. A byte holds two of them, the first in its low half.
+    32 values share a power of two as their scale. A byte holds two values, the first one in its low
+    four bits.
     """
     experts, out, into = shape
     scales = (experts, out, into // MXFP4_BLOCK)

@@ -195,7 +195,7 @@ class PolicyGradient:
         self.further = further
         self.temperature = temperature
         self.longest = longest
-        self.sums: dict[str, Tensor] = {}
+        self.totals: dict[str, Tensor] = {}
 
     def count(self, batch: Batch) -> int:
         """Return what the sum of losses is divided by, of a batch [micro, seq]."""
@@ -224,26 +224,34 @@ class PolicyGradient:
         """Add a micro-batch's terms, each [micro, seq], to the sums of which `metrics` takes means."""
         terms = terms | {"tokens": valid.float()}
         for name, value in terms.items():
-            self.sums[name] = self.sums.get(name, 0) + (value * valid).sum()
+            self.totals[name] = self.totals.get(name, 0) + (value * valid).sum()
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def sums(self) -> Tensor:
+        """Return the step's sums, [2 + terms], and those of multi-token prediction.
+
+        The first is the number of response tokens.
+        """
+        # only a pipeline's last stage has sums; the others take part with zeros
+        device = next((value.device for value in self.totals.values()), None)
+        names = ["tokens", "entropy", *TERMS]
+        values = [torch.as_tensor(self.totals.get(name, 0.0), device=device) for name in names]
+        self.totals = {}
+        sums = torch.stack(values)
+        return torch.cat([sums, self.further.take_sums(training=True)]) if self.further else sums
+
+    def metrics(self, sums: list[float]) -> dict[str, float]:
         """Return the means of entropy and of `token_losses`'s terms over the step's response tokens.
 
-        sum_over: sums a tensor [...] over all ranks. The means are NaN if there is no token.
+        They are NaN if there is no token.
         """
-        names = ["tokens", "entropy", *TERMS]
-        # only a pipeline's last stage has sums; the others take part with zeros
-        device = next((value.device for value in self.sums.values()), None)
-        sums = torch.stack(
-            [torch.as_tensor(self.sums.get(name, 0.0), device=device) for name in names]
-        )
-        tokens, *totals = sum_over(sums).tolist()
-        self.sums = {}
+        count = 2 + len(TERMS)
+        tokens, *totals = sums[:count]
         means = {
             name: total / tokens if tokens else math.nan
-            for name, total in zip(names[1:], totals, strict=True)
+            for name, total in zip(["entropy", *TERMS], totals, strict=True)
         }
-        return means | (self.further.metrics(sum_over) if self.further else {})
+        further = self.further.metrics(sums[count:], training=True) if self.further else {}
+        return means | further
 
 
 TERMS = (

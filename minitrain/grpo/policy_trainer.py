@@ -100,7 +100,8 @@ class PolicyTrainer:
             }
             numbers["lr"] = self.trainer.optimizer.param_groups[0]["lr"]
             numbers["skipped"] = sum(not is_finite(result) for result in results)
-            return numbers | self.trainer.objective.metrics(self.trainer.total)
+            objective = self.trainer.objective
+            return numbers | objective.metrics(self.trainer.total(objective.sums()).tolist())
 
     def batches(self, samples: list[Example]) -> list[Batch]:
         """Return this rank's micro-batches of the samples, values [micro, seq / cp].

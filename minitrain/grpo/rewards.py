@@ -17,6 +17,7 @@ something beside it makes another of it (CHANGING). Left out: symbolic equality 
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import traceback
@@ -346,7 +347,7 @@ BUILT_IN = {"exact": exact, "math": math, "math_verify": math_verify}
 def load_reward(name: str) -> Reward:
     """Return the one BUILT_IN, or the function at `package.module:name`, else raise InputError."""
     if name == "math_verify" and importlib.util.find_spec(name) is None:
-        raise InputError("grpo.reward=math_verify needs a package: pip install 'minitrain[math]'")
+        raise InputError("grpo.reward=math_verify needs a package: pip install -e '.[math]'")
     if name in BUILT_IN:
         return BUILT_IN[name]
     example = {"response": "response", "answer": "answer", "row": {}}
@@ -354,15 +355,22 @@ def load_reward(name: str) -> Reward:
 
 
 def load_function(setting: str, name: str, example: dict, others: str = "") -> Callable:
-    """Return the function at `package.module:name`; modules in the current folder are found, too.
+    """Return the function at `package.module:name`, or `path/to/file.py:name`.
+
+    Modules in the current folder are found, too.
 
     setting: tells where the name stands. example: arguments that it must take, by order. others:
     what else the setting may be. Raises InputError if there is no such function.
     """
     module, _, function = name.partition(":")
-    if not module or not function or module.startswith("."):
+    is_file = module.endswith(".py")
+    if not module or not function or (module.startswith(".") and not is_file):
         raise InputError(f"{setting} is not {others}package.module:function")
     sys.path.append("")
+    if is_file and os.path.isfile(path := os.path.expanduser(module)):
+        # as python FILE does
+        sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+        module = os.path.basename(path).removesuffix(".py")
     try:
         found = getattr(importlib.import_module(module), function)
     # a module can raise whatever Python raises, as a reward can (rollouts.py)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.errors import InputError
 from minitrain.models.attention import GroupedQueryAttention, KeptMasks, Mask
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import (
@@ -156,15 +157,19 @@ class Decoder(nn.Module):
             stages need them if tensor parallelism splits hidden states.
         document_ids: int [batch, seq]; tokens see only those with the same number (packed
             sequences). Below 0: padding.
-        labels: int [batch, seq], only passed on to `head`.
+        labels: int [batch, seq], only passed on to `head`. Raises InputError where there is none.
         head: called in the forward pass, when FSDP has gathered the head's weight [vocab, hidden].
         cache: the KV cache of each layer, by its number (rollout/caches.py). Then x is one sequence
             [1, tokens] of parts of several, which the cache tells apart, with positions and without
             document ids.
-        further: called for each depth of multi-token prediction, 0, 1, ..., with its number, its
-            hidden states and the head's weight; what it returns is added to the result.
-        next_tokens: for `further`, int [batch, seq, depths]: the tokens 1, 2, ... after each one.
+        further: called for each depth of multi-token prediction with its number, hidden states and
+            the head's weight; the result is added. next_tokens: int [batch, seq, depths], for it.
         """
+        if labels is not None and head is None:
+            raise InputError(
+                "labels are for a head: model(tokens, labels=..., head=linear_cross_entropy) is the sum "
+                "of -log p (training/loss.py), where label t is the token after token t"
+            )
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
         if self.first:

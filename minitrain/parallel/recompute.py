@@ -60,13 +60,18 @@ ROUTING = {_ops.topk.default, _ops.sort.stable}
 
 
 def saved_operators(setting: str | int) -> frozenset | None:
-    """Return the operators whose outputs a setting saves; None: it saves a block's input only."""
+    """Return the operators whose outputs a setting saves; None: it saves a block's input only.
+
+    Raises ValueError for a setting that the table does not have.
+    """
     if setting == "attention":
         return frozenset(ATTENTION | registered(OWN_ATTENTION))
     if setting == "selective":
         return frozenset(
             ATTENTION | EXPENSIVE | ROUTING | registered(OWN_ATTENTION + OWN_PRODUCTS)
         )
+    if setting != "full" and (isinstance(setting, str) or setting < 1):
+        raise ValueError(f"recompute={setting!r} is none, full, attention, selective or k >= 1")
     return None
 
 

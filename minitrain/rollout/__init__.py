@@ -2,7 +2,7 @@
 
 In the order of reading:
 
-    engine          Sampler: requests in, tokens out; what a model must have
+    engine          Sampler: requests in, tokens out; what a model must have; texts: of its samples
     scheduler       which prompts are prefilled next, which samples decoded; pages: who holds them
     batch           the buffers of a decoding step, and CUDA graphs; sampling: logits to tokens
     drafting        a step that verifies guesses of a sample's next tokens

@@ -4,6 +4,7 @@
     step       runs what the scheduler chooses: chunks of prompts, or some decoding steps of all
                running samples
     generate   submits everything and steps until all is done
+    resume     continues a sample that has stopped, behind tokens that it is given
 
 A decoding step goes scheduler -> prepare -> model -> sample -> scheduler: `schedule` (scheduler.py),
 `prepare`, `decode` and `sample` (batch.py), `_end` here, `decoded` (scheduler.py). It is one
@@ -33,7 +34,6 @@ Left out: pipeline parallel, graphs of steps that wait (`waits_for_device`).
 
 import gc
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -51,19 +51,19 @@ from minitrain.rollout.caches import Caches
 from minitrain.rollout.capacity import check_page_size, page_count, sends_tokens, waits_for_device
 from minitrain.rollout.drafting import DraftingBatch, open_drafter
 from minitrain.rollout.pages import Pages
-from minitrain.rollout.sampling import Completion, SamplingParams, sample_key
+from minitrain.rollout.sampling import Completion, SamplingParams, sample_key, with_settings
 from minitrain.rollout.scheduler import Prefill, Sample, Schedule, Scheduler
 from minitrain.rollout.steps import Chunk, PromptStep, on_device
-from minitrain.rollout.streaming import stream
+from minitrain.rollout.texts import DEFAULTS, Prompt, Texts, is_chat
 from minitrain.rollout.weights import SamplerWeights
 from minitrain.settings import Rollout
 
 
-class Sampler:
+class Sampler(Texts):
     """Continues prompts with `model`, whose weights it uses in place.
 
-    tokenizer: needed for prompts that are text and for stop strings. Samples also end at its
-        end-of-text token.
+    tokenizer: needed for prompts that are text or chats and for stop strings, as from
+        minitrain.load_tokenizer. Samples also end at its end-of-text token.
     samples: the largest number of samples that will be asked for at once.
     longest: the largest number of tokens of a sample, its prompt included. Both bound the memory
         of the caches.
@@ -81,6 +81,10 @@ class Sampler:
         longest: int | None = None,
         draft: Decoder | None = None,
     ):
+        if tokenizer is not None and not hasattr(tokenizer, "eos_id"):
+            raise InputError(
+                f"tokenizer={tokenizer!r:.60} is none of ours (give minitrain.load_tokenizer(FOLDER))"
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or Rollout()
@@ -125,6 +129,15 @@ class Sampler:
         # whether the caches may hold NaN or infinity: a page keeps them for its next user, whose
         # masked keys would count 0 x NaN = NaN
         self.has_nan = False
+        # those whose text somebody has begun to read
+        self.followed: list[Sample] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Sampler(a {type(self.model).__name__} of {self.config.num_layers} layers on "
+            f"{self.device}, up to {self.slots:,} samples of {self.longest:,} tokens at once, "
+            f"{'busy' if self.busy else 'idle'})"
+        )
 
     # --- requests
 
@@ -132,17 +145,20 @@ class Sampler:
     @torch.inference_mode(False)
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str],
-        params: SamplingParams | Sequence[SamplingParams],
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = DEFAULTS,
+        **settings,
     ) -> list[Completion]:
         """Return the samples of all prompts in order: prompt 0's n samples, prompt 1's, ...
 
-        prompts: each a list of token ids, or text, which the tokenizer encodes as a prompt.
+        prompts: each a list of token ids, or text, which the tokenizer encodes as a prompt, or the
+        messages of a chat, {"role": ..., "content": ...} each, which the next reply is to answer.
         params: one for all prompts, or one for each. A prompt's random numbers depend on the seed
         and, with one for all, on its place in the list.
+        settings: fields of SamplingParams, such as max_tokens=20, which replace those of params.
         Raises InputError for a prompt that the model or the pool cannot hold.
         """
-        with self._queued(prompts, params) as samples, self.weights.in_use():
+        with self._queued(prompts, params, settings) as samples, self.weights.in_use():
             while self.busy:
                 self.step()
         return [
@@ -153,8 +169,9 @@ class Sampler:
     @contextmanager
     def _queued(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams],
+        settings: dict,
     ) -> Iterator[list[Sample]]:
         """Queue all prompts inside a `with` statement; at its end, cancel what is unfinished.
 
@@ -171,23 +188,68 @@ class Sampler:
         samples = []
         try:
             for number, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
-                samples += self.submit(prompt, own, number=number if shared else 0)
+                samples += self.submit(prompt, own, number if shared else 0, **settings)
             yield samples
         finally:
             self.cancel(*samples)
 
     @torch.inference_mode(False)
     def submit(
-        self, prompt: Sequence[int] | str, params: SamplingParams, number: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULTS,
+        number: int = 0,
+        first: int = 0,
+        keep: bool = False,
+        **settings,
     ) -> list[Sample]:
         """Queue a prompt; return its n samples, to which `step` adds tokens.
 
-        number: of the request. With params.seed it decides the random numbers.
+        number: of the request; first: of its first sample. With params.seed they decide the random
+        numbers. keep: samples that stop keep their caches until they are resumed, or cancelled.
         """
         if not isinstance(params, SamplingParams):
             raise InputError(f"params={params!r:.60} must be SamplingParams")
+        params = with_settings(params, settings)
+        if is_chat(prompt):
+            prompt, ends = self._text_tokenizer("a chat", "encode_chat").encode_chat(prompt)
+            if not params.ignore_eos:
+                params = with_settings(params, {"stop_tokens": (*params.stop_tokens, *ends)})
         prompt = self.tokens_of(prompt)
-        limit = self.longest
+        self._check_prompt(prompt, self.longest)
+        if params.stop and self.tokenizer is None:
+            raise InputError(
+                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
+            )
+        total = min(len(prompt) + params.max_tokens, self.longest)
+        # seeds of the samples' random numbers
+        keys = (sample_key(params.seed, number, first + i) for i in range(params.n))
+        samples = [Sample(prompt, params, key, total, keeps=keep) for key in keys]
+        self._ready().submit(samples)
+        return samples
+
+    @torch.inference_mode(False)
+    def resume(self, sample: Sample, tokens: Sequence[int]) -> Sample:
+        """Queue what follows `tokens`, which are given, behind a sample that has stopped.
+
+        Returns the sample of that. All the text before it is its prompt, with the same random numbers
+        and the same limit. A sample that keeps its caches need not be computed again, unless memory
+        was short in between. Raises InputError for tokens that leave no room, and for a sample that
+        has not stopped.
+        """
+        if sample.finish_reason != "stop":
+            raise InputError(
+                f"only a sample that has stopped can be resumed: this one's end is {sample.finish_reason!r}"
+            )
+        prompt = sample.tokens + self.tokens_of(tokens)
+        self._check_prompt(prompt, sample.limit)
+        next_one = Sample(prompt, sample.params, sample.key, sample.limit, sample.arrival)
+        next_one.keeps = sample.keeps
+        self._ready().resume(sample, next_one)
+        return next_one
+
+    def _check_prompt(self, prompt: list[int], limit: int) -> None:
+        """Raise InputError for tokens that the model does not know, or `limit` or more of them."""
         vocabulary = self.config.vocab_size
         if not 1 <= len(prompt) < limit:
             raise InputError(
@@ -198,81 +260,15 @@ class Sampler:
             raise InputError(
                 f"a prompt holds the token {wrong}: use 0 to {vocabulary - 1}, the model knows no others"
             )
-        if params.stop and self.tokenizer is None:
-            raise InputError(
-                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
-            )
+
+    def _ready(self) -> Scheduler:
+        """Return the scheduler; allocate it, and the caches, where there are none."""
         # new caches are free of it
-        if self.has_nan and not self.busy:
+        if self.has_nan and self.idle:
             self.free()
         if self.scheduler is None:
             self._allocate()
-        total = min(len(prompt) + params.max_tokens, limit)
-        # seeds of the samples' random numbers
-        keys = (sample_key(params.seed, number, i) for i in range(params.n))
-        samples = [Sample(prompt, params, key, total) for key in keys]
-        self.scheduler.submit(samples)
-        return samples
-
-    def tokens_of(self, prompt: Sequence[int] | str) -> list[int]:
-        """Return the token ids of a prompt. Raise InputError unless it is text or a list of ids."""
-        if not isinstance(prompt, str):
-            try:
-                # bytes hold integers, but are not token ids: as a list's item they are refused
-                return list(
-                    map(operator.index, [prompt] if isinstance(prompt, bytes) else prompt)
-                )
-            except TypeError:
-                raise InputError(
-                    f"a prompt is {prompt!r:.60}: give a list of token ids, or text"
-                ) from None
-        if self.tokenizer is None:
-            raise InputError(
-                f"the prompt {prompt!r:.60} is text, which needs a sampler with a tokenizer"
-            )
-        return self.tokenizer.encode_prompt(prompt)
-
-    def generate_text(self, prompts: Sequence, params: SamplingParams | None = None) -> list[str]:
-        """Return the samples of all prompts in order as text, without the tokens that end them."""
-        with self._queued(prompts, params or SamplingParams()) as samples:
-            return ["".join(self.follow(sample)) for sample in samples]
-
-    def stream(
-        self, prompt: Sequence[int] | str, params: SamplingParams | None = None
-    ) -> Iterator[str]:
-        """Yield the text that follows a prompt in pieces, each as soon as it is certain.
-
-        The prompt is submitted when the first piece is asked for. Raises InputError as `submit`
-        does, and for more than one sample.
-        """
-        params = params or SamplingParams()
-        if params.n > 1:
-            raise InputError(f"n={params.n}: a stream is the text of one sample (use n=1)")
-        yield from self.follow(*self.submit(prompt, params))
-
-    def follow(self, sample: Sample) -> Iterator[str]:
-        """Yield the text of a submitted sample as it comes, without the token that ends it.
-
-        If the caller stops before the end, the sample is cancelled.
-        """
-        ends = (*self.ends, *sample.params.stop_tokens)
-
-        def tokens() -> Iterator[int]:
-            seen = 0
-            while seen < len(sample.produced) or sample.finish_reason is None:
-                if seen == len(sample.produced):
-                    self.step()
-                new = sample.produced[seen:]
-                seen += len(new)
-                yield from (token for token in new if token not in ends)
-
-        try:
-            if self.tokenizer is None:
-                raise InputError("text of samples needs a sampler with a tokenizer")
-            with self.weights.in_use():
-                yield from stream(self.tokenizer, tokens(), sample.prompt)
-        finally:
-            self.cancel(sample)
+        return self.scheduler
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -302,11 +298,17 @@ class Sampler:
         # after `free` all have ended
         if self.scheduler is not None:
             for sample in samples:
-                self.scheduler.cancel(sample)
+                # others are looked for in the queue
+                if sample.finish_reason is None or sample.keeps:
+                    self.scheduler.cancel(sample)
 
     @property
     def busy(self) -> bool:
         return self.scheduler is not None and self.scheduler.busy
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler is None or self.scheduler.idle
 
     def refresh(self) -> None:
         """Drop all that was computed with earlier weights. Needs an idle sampler."""
@@ -339,7 +341,10 @@ class Sampler:
             gc.collect()
 
     def _must_be_idle(self) -> None:
-        if self.busy:
+        # streams that somebody holds, and does not read at this moment
+        self.cancel(*self.followed)
+        self.followed.clear()
+        if not self.idle:
             raise RuntimeError(
                 "the sampler has unfinished requests: step until it is not busy, or cancel them"
             )
@@ -405,7 +410,8 @@ class Sampler:
                 raise InputError(
                     "the model's logits are not finite: weights hold NaN or infinity, or are too large"
                 )
-            self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason)
+            whole = count == len(tokens)
+            self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason, whole)
             produced.append((sample, tokens[:count]))
         return produced
 

@@ -83,6 +83,15 @@ class SamplingParams:
             raise InputError(f"sampling min_p={self.min_p} must be between 0 and 1")
 
 
+def with_settings(params: SamplingParams, settings: dict) -> SamplingParams:
+    """Return params with the fields that `settings` names. Raises InputError for a wrong one."""
+    known = [field.name for field in dataclasses.fields(SamplingParams)]
+    for name in settings:
+        if name not in known:
+            raise InputError(f"sampling has no setting {name!r} (it has {', '.join(known)})")
+    return dataclasses.replace(params, **settings)
+
+
 def check_type(name: str, value: object, wanted: type) -> None:
     """Raise InputError if a setting has the wrong type. Integers count as numbers."""
     kinds = {

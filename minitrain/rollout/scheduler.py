@@ -6,17 +6,20 @@
     resident   the first of the waiting prefills: they have pages. They are computed in chunks, up
                to their last token, which each sample decodes itself
     running    samples, each in a row of the decoding batch
+    held       samples that have stopped, and keep their pages until they are resumed: a prefill of
+               what has come meanwhile then goes on in these pages
 
 A sample that joins the batch shares the full pages of its prefill and gets a copy of the last,
 partly filled one, which it will write to. The last sample of a prefill takes over all its pages.
-When pages run out, resident prefills return theirs first. Then the youngest sample is preempted: it
-returns to the queue as a prefill of its own. The oldest sample always progresses, so every request
-that fits the pool alone is finished.
+When pages run out, resident prefills return theirs first, then those who are held or about to go
+on. Then the youngest sample is preempted: it returns to the queue as a prefill of its own. The
+oldest sample always progresses, so every request that fits the pool alone is finished.
 
 There are no tensors and no clock here: the same calls give the same schedule, so tensor-parallel
 ranks need not communicate about it.
 """
 
+from bisect import insort
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -47,6 +50,7 @@ class Sample(CacheEntry):
     """One continuation of a prompt.
 
     key: seed of its random numbers. limit: most tokens, the prompt's included.
+    keeps: when it stops, it is held.
     """
 
     prompt: list[int]
@@ -57,6 +61,7 @@ class Sample(CacheEntry):
     produced: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    keeps: bool = False
     # guesses of the next tokens (drafting.py), if any
     drafts: list[int] = field(default_factory=list)
 
@@ -76,6 +81,10 @@ class Prefill(CacheEntry):
 
     tokens: list[int]
     samples: list[Sample]
+
+    @property
+    def arrival(self) -> int:
+        return self.samples[0].arrival
 
     @property
     def length(self) -> int:
@@ -123,15 +132,23 @@ class Scheduler:
         self.waiting: list[Prefill] = []
         self.resident: list[Prefill] = []
         self.running: list[Sample] = []
+        self.held: list[Sample] = []
         # one for each row, and one for a prefill that waits for a free row
         self.slots = list(range(rows + 1))[::-1]
         self.arrivals = count()
         self.last_was_prefill = False
+        # decoding steps in the last schedule
         self.preemptions = 0
 
     @property
     def busy(self) -> bool:
+        """Return whether there is something to compute."""
         return bool(self.waiting or self.running)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no sample has anything in the caches, or will."""
+        return not (self.busy or self.held)
 
     def submit(self, samples: list[Sample]) -> None:
         """Queue the samples of one prompt. Raise InputError if they could never be finished."""
@@ -147,6 +164,17 @@ class Scheduler:
         for sample in samples:
             sample.arrival = next(self.arrivals)
         self.waiting.append(Prefill(first.prompt, list(samples)))
+
+    def resume(self, stopped: Sample, sample: Sample) -> None:
+        """Queue `sample`, whose prompt begins with the text of `stopped`, in the place of that."""
+        prefill = Prefill(sample.prompt, [sample])
+        if stopped in self.held:
+            self.held.remove(stopped)
+            prefill.pages = stopped.pages
+            prefill.cached = stopped.cached
+            prefill.slot = stopped.slot
+            stopped.clear()
+        self._return(prefill)
 
     def schedule(self) -> Schedule:
         """Choose the next work: chunks of prefills, or decoding steps.
@@ -184,20 +212,38 @@ class Scheduler:
             self.pages.insert(prefill.tokens[: prefill.cached], prefill.pages)
 
     def decoded(
-        self, sample: Sample, tokens: list[int], logprobs: list[float], finish_reason: str | None
+        self,
+        sample: Sample,
+        tokens: list[int],
+        logprobs: list[float],
+        finish_reason: str | None,
+        whole: bool = True,
     ) -> None:
-        """Record the tokens that `sample` has produced; end it if there is a `finish_reason`."""
+        """Record the tokens that `sample` has produced; end it if there is a `finish_reason`.
+
+        whole: these are all that were computed.
+        """
         sample.produced += tokens
         sample.logprobs += logprobs
         # a step caches its input: not the new token, but the one before it
         sample.cached += len(tokens)
-        if finish_reason:
-            self._remove(sample, finish_reason)
+        if not finish_reason:
+            return
+        self._leave(sample, finish_reason)
+        # a state holds what was computed after the end, too; pages need not be read that far
+        if sample.keeps and finish_reason == "stop" and (self.reuse or whole):
+            self._hold(sample)
+        else:
+            self._free(sample)
 
     def cancel(self, sample: Sample) -> None:
-        """End a sample, waiting or running; it keeps what it has produced."""
+        """End a sample, waiting, running or held; it keeps what it has produced."""
         if sample in self.running:
-            self._remove(sample, "cancelled")
+            self._leave(sample, "cancelled")
+            self._free(sample)
+        if sample in self.held:
+            self.held.remove(sample)
+            self._free(sample)
         for prefill in self.waiting:
             if sample in prefill.samples:
                 prefill.samples.remove(sample)
@@ -225,27 +271,43 @@ class Scheduler:
         evicted again. It also waits for a prefix that another prefill is about to compute, since
         prompts with a common beginning often come together.
         """
-        # Pages that hold the prompt's beginning already. Is the next one about to be computed?
-        found = self.pages.match_prefix(prefill.tokens[: prefill.length]) if self.reuse else []
-        if self.reuse and self._is_coming(prefill.tokens[: prefill.length], len(found) + 1):
-            self.pages.free(found)
+        kept = prefill.pages
+        # of a sample that is resumed, or of other prompts that begin alike
+        found = kept or self._find(prefill)
+        if found is None:
             return False
-        missing = self.pages.needed(prefill.length) - len(found)
+        missing = max(0, self.pages.needed(prefill.length) - len(found))
         # running samples that have not all their pages yet
         growing = sum(
             self.pages.needed(sample.limit - 1) > len(sample.pages) for sample in self.running
         )
         # One more for the first of its own samples. Alone in the pool, it must start.
-        spare = growing + 1 if self.running or self.resident else 0
+        alone = not (self.running or self.resident)
+        spare = 0 if alone else growing + 1
+        while missing + spare > self.pages.available and alone and self._drop(but=prefill):
+            pass
         new = self.pages.allocate(missing) if missing + spare <= self.pages.available else None
         if new is None:
-            self.pages.free(found)
+            if not kept:
+                self.pages.free(found)
             return False
+        if not kept:
+            prefill.cached = len(found) * self.pages.size
         prefill.pages = found + new
-        prefill.cached = len(found) * self.pages.size
-        prefill.slot = self.slots.pop()
         self.resident.append(prefill)
+        if prefill.slot is None:
+            prefill.slot = self._slot()
         return True
+
+    def _find(self, prefill: Prefill) -> list[int] | None:
+        """Return pages that hold a prompt's beginning; None if more are about to be computed."""
+        if not self.reuse:
+            return []
+        found = self.pages.match_prefix(prefill.tokens[: prefill.length])
+        if self._is_coming(prefill.tokens[: prefill.length], len(found) + 1):
+            self.pages.free(found)
+            return None
+        return found
 
     def _is_coming(self, tokens: list[int], pages: int) -> bool:
         """Return whether a resident prefill will soon fill the first `pages` pages of `tokens`."""
@@ -261,9 +323,7 @@ class Scheduler:
         """Free the pages of a prefill, if it has any; it is computed again later."""
         if prefill in self.resident:
             self.resident.remove(prefill)
-            self.pages.free(prefill.pages)
-            self.slots.append(prefill.slot)
-            prefill.clear()
+        self._free(prefill)
 
     def _chunks(self) -> list[tuple[Prefill, int]]:
         """Return the next chunks, (prefill, number of tokens), of at most `chunk` tokens in all."""
@@ -298,12 +358,13 @@ class Scheduler:
         full, partly = divmod(prefill.length, self.pages.size)
         # one page, or none to copy; later prefills must make room for it
         while (tail := self.pages.allocate(min(partly, 1))) is None:
-            if self.resident[-1] is prefill:
+            if self.resident[-1] is not prefill:
+                self._evict(self.resident[-1])
+            elif not self._drop():
                 return False
-            self._evict(self.resident[-1])
         self.pages.incref(prefill.pages[:full])
         sample.pages = prefill.pages[:full] + tail
-        sample.slot = self.slots.pop()
+        sample.slot = self._slot()
         work.page_copies += [(prefill.pages[full], page) for page in tail]
         work.slot_copies.append((prefill.slot, sample.slot))
         return True
@@ -329,24 +390,64 @@ class Scheduler:
         return True
 
     def _preempt(self) -> None:
-        """Free the pages of the last resident prefill, or else those of the youngest sample."""
+        """Free pages: of the last resident prefill, of one who waits, or of the youngest sample."""
         if self.resident:
             return self._evict(self.resident[-1])
+        if self._drop():
+            return
         sample = max(self.running, key=lambda sample: sample.arrival)
         self.preemptions += 1
-        self._remove(sample)
-        # first: all that wait arrived after all that run
-        self.waiting.insert(0, Prefill(sample.tokens, [sample]))
+        self._leave(sample)
+        self._free(sample)
+        self._return(Prefill(sample.tokens, [sample]))
 
-    def _remove(self, sample: Sample, reason: str | None = None) -> None:
+    def _return(self, prefill: Prefill) -> None:
+        """Queue a sample that has run: by arrival, so before all that have not."""
+        insort(self.waiting, prefill, lo=len(self.resident), key=lambda each: each.arrival)
+
+    def _leave(self, sample: Sample, reason: str | None = None) -> None:
         """Take a sample out of the batch. The last row takes its place, so that others keep theirs."""
         sample.finish_reason = reason
-        # before they are freed: a prompt that continues this text finds them
-        if self.reuse:
-            self.pages.insert(sample.tokens[: sample.cached], sample.pages)
-        self.pages.free(sample.pages)
-        self.slots.append(sample.slot)
-        sample.clear()
         row = self.running.index(sample)
         self.running[row] = self.running[-1]
         self.running.pop()
+
+    # --- those who have pages, but neither a row nor a turn to be computed
+
+    def _hold(self, sample: Sample) -> None:
+        """Let a sample that has left the batch keep its pages, and its states if it has any."""
+        self.held.append(sample)
+        if self.reuse:
+            self.slots.append(sample.slot)
+            sample.slot = None
+
+    def _drop(self, but: Prefill | None = None) -> bool:
+        """Free what the youngest of them keeps, which is computed again later.
+
+        Return False if there is none, `but` aside.
+        """
+        waiting = self.waiting[len(self.resident) :]
+        idle = self.held + [each for each in waiting if each.pages and each is not but]
+        if not idle:
+            return False
+        youngest = max(idle, key=lambda each: each.arrival)
+        if youngest in self.held:
+            self.held.remove(youngest)
+        self._free(youngest)
+        return True
+
+    def _slot(self) -> int:
+        """Return a free slot. Those who only wait keep theirs as long as nobody needs it."""
+        while not self.slots:
+            self._drop()
+        return self.slots.pop()
+
+    def _free(self, entry: Sample | Prefill) -> None:
+        """Free what a sequence has in the caches, if anything."""
+        # before they are freed: a prompt that continues this text finds them
+        if self.reuse:
+            self.pages.insert(entry.tokens[: entry.cached], entry.pages)
+        self.pages.free(entry.pages)
+        if entry.slot is not None:
+            self.slots.append(entry.slot)
+        entry.clear()

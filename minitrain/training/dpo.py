@@ -50,7 +50,8 @@ class Preferences:
 
     def __init__(self, settings: DPO):
         self.settings = settings
-        self.sums = torch.zeros(4)
+        # over the batches with gradients, which are trained on, and over those without
+        self.totals = {True: torch.zeros(4), False: torch.zeros(4)}
 
     def prepare(self, trainer: "Trainer", dataset: Dataset, batches: int) -> None:
         """Set the rows' reference, before training changes the model: see `add_reference`."""
@@ -81,25 +82,33 @@ class Preferences:
         rejected = ratios[:, 1::2]
         valid = tokens[:, ::2] > 0
         losses = pair_losses(self.settings, chosen - rejected)
-        if torch.is_grad_enabled():
-            terms = torch.stack([valid, chosen > rejected, chosen, rejected])
-            sums = (terms.detach() * valid).sum((1, 2))
-            self.sums = self.sums.to(sums.device) + sums
+        terms = torch.stack([valid, chosen > rejected, chosen, rejected])
+        sums = (terms.detach() * valid).sum((1, 2))
+        training = torch.is_grad_enabled()
+        self.totals[training] = self.totals[training].to(sums.device) + sums
         return (losses * valid).sum()
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio.
+    def sums(self, training: bool = True) -> Tensor:
+        """Return the numbers of pairs and of right ones, and the sums of their ratios, [4]."""
+        sums = self.totals[training]
+        self.totals[training] = torch.zeros(4)
+        return sums
 
-        sum_over: sums a tensor over ranks with other rows, here [4].
-        """
-        pairs, *sums = sum_over(self.sums).tolist()
-        self.sums = torch.zeros(4)
+    def held_out(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the same numbers of the batches without gradients since the last call."""
+        found = self.metrics(sum_over(self.sums(training=False)).tolist())
+        return {f"val_{name}": value for name, value in found.items()}
+
+    def metrics(self, sums: list[float]) -> dict[str, float]:
+        """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio."""
+        pairs, *sums = sums
         right, chosen, rejected = (each / max(pairs, 1) for each in sums)
         beta = self.settings.beta
         return {
             "reward_accuracy": right,
             "reward_chosen": beta * chosen,
             "reward_rejected": beta * rejected,
+            "reward_margin": beta * (chosen - rejected),
         }
 
 

@@ -10,7 +10,6 @@ number. So resuming is exact, and all ranks that share a video draw the same.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,14 +71,16 @@ class FlowMatching:
         self._record(sigma, errors.detach(), terms, latents[0].numel())
         return (errors * loss_weight(sigma, self.settings)).sum()
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the unweighted mean squared error by quartile of sigma, and the number of tokens.
-
-        sum_over: sums a tensor over the ranks, here [3, 4].
-        """
-        # each a list of 4, one number for each quartile
-        errors, terms, elements = sum_over(self.totals).tolist()
+    def sums(self) -> Tensor:
+        """Return errors, loss terms and elements of latents by quartile of sigma, [3, 4]."""
+        sums = self.totals
         self.totals = None
+        return sums
+
+    def metrics(self, sums: list[list[float]]) -> dict[str, float]:
+        """Return the unweighted mean squared error by quartile of sigma, and the number of tokens."""
+        # each a list of 4, one number for each quartile
+        errors, terms, elements = sums
         losses = {f"loss_sigma_q{i + 1}": errors[i] / terms[i] for i in range(4) if terms[i]}
         return losses | {"video_tokens": sum(elements) / self.patch_elements}
 

@@ -26,7 +26,7 @@ class LanguageModeling:
         self.names = names
         self.further = further
         # [2, sources]: the sum of losses, and the number of labels
-        self.sums = torch.zeros(2, len(names), dtype=torch.float64)
+        self.sums_by_source = torch.zeros(2, len(names), dtype=torch.float64)
 
     def extend(self, batch: Batch) -> Batch:
         return with_next_tokens(batch, self.further.depths) if self.further else batch
@@ -58,22 +58,32 @@ class LanguageModeling:
         loss = linear_cross_entropy(hidden, weight, labels, losses)
         # [2, tokens]
         numbers = torch.stack([losses, labels != IGNORE]).double()
-        self.sums = self.sums.to(labels.device).index_add(1, sources.flatten(), numbers)
+        sums = self.sums_by_source.to(labels.device)
+        self.sums_by_source = sums.index_add(1, sources.flatten(), numbers)
         return loss
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return the mean loss of each source that had a label, as loss/NAME, and mtp_loss.
+    def sums(self) -> Tensor | None:
+        """Return the sums by source [2, sources] and those of multi-token prediction, in one row."""
+        parts = []
+        if self.names:
+            parts.append(self.sums_by_source.flatten())
+            self.sums_by_source = torch.zeros_like(self.sums_by_source)
+        if self.further:
+            parts.append(self.further.take_sums(training=True))
+        return torch.cat(parts) if parts else None
 
-        sum_over: sums a tensor over ranks with other rows, here [2, sources].
-        """
-        further = self.further.metrics(sum_over) if self.further else {}
-        if not self.names:
-            return further
-        losses, counts = sum_over(self.sums).tolist()
-        self.sums = torch.zeros_like(self.sums)
-        sums = zip(self.names, losses, counts, strict=True)
-        return further | {f"loss/{name}": loss / count for name, loss, count in sums if count}
+    def metrics(self, sums: list[float]) -> dict[str, float]:
+        """Return the mean loss of each source that had a label, as loss/NAME, and mtp_loss."""
+        count = len(self.names)
+        further = self.further.metrics(sums[2 * count :], training=True) if self.further else {}
+        sources = zip(self.names, sums[:count], sums[count : 2 * count], strict=True)
+        return further | {
+            f"loss/{name}": loss / number for name, loss, number in sources if number
+        }
 
     def held_out(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return numbers of the batches without gradients since the last call."""
-        return self.further.metrics(sum_over, training=False) if self.further else {}
+        if not self.further:
+            return {}
+        sums = sum_over(self.further.take_sums(training=False)).tolist()
+        return self.further.metrics(sums, training=False)

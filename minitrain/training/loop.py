@@ -6,7 +6,6 @@ micro-batches. So the gradients do not depend on how the rows are split.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -29,6 +28,7 @@ from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import Objective, check_objective, make_objective
 from minitrain.training.optim import clip_gradients, learning_rate, make_optimizer, update_weights
 from minitrain.training.packing import Batch, Dataset, rows
+from minitrain.training.stopwatch import Moment
 
 
 class Trainer:
@@ -54,6 +54,11 @@ class Trainer:
         self.device = meshes.device
         self.model = build(config, meshes, fill)
         self.optimizer = make_optimizer(self.model, config.optim)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Tell whether the host goes on while the device computes."""
+        return self.device.type == "cuda"
 
     def prepare(self, dataset: Dataset, batches: int) -> None:
         """Let the objective prepare for the first `batches` global batches of a dataset."""
@@ -278,34 +283,87 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
+class RunningStep:
+    """A training step that the device may still compute, and its numbers on their way to the host.
+
+    began: the moment before it.
+    """
+
+    def __init__(self, trainer: Trainer, dataset: Dataset, step: int):
+        self.trainer = trainer
+        self.step = step
+        self.began = Moment(trainer.device)
+        tensors = trainer.step(dataset, step)
+        sums = trainer.objective.sums() if hasattr(trainer.objective, "sums") else None
+        if sums is not None:
+            tensors["sums"] = trainer.total(sums)
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        # one copy, in a type that has every digit of all; into pinned memory, so no one waits
+        values = torch.cat([tensor.double().flatten() for tensor in tensors.values()])
+        self.values = values.to("cpu", non_blocking=True)
+        self.ended = Moment(trainer.device)
+        # the next step has another
+        self.rate = trainer.optimizer.param_groups[0]["lr"]
+
+    def read(self, seen: int) -> dict[str, float]:
+        """Wait until it is done, and return its metrics. seen: tokens of the steps before."""
+        seconds = self.ended.since(self.began)
+        parts = self.values.split([shape.numel() for shape in self.shapes.values()])
+        pairs = zip(self.shapes.items(), parts, strict=True)
+        metrics = {name: part.view(shape).tolist() for (name, shape), part in pairs}
+        sums = metrics.pop("sums", None)
+        metrics["skipped"] = int(not is_finite(metrics))
+        if sums is not None:
+            metrics |= self.trainer.objective.metrics(sums)
+        batch = self.trainer.config.batch
+        # tokens of this step; videos vary in size, so their objective counts them
+        filled = round(metrics.get("video_tokens", batch.global_ * batch.seq_len))
+        return {
+            "step": self.step + 1,
+            **metrics,
+            "lr": self.rate,
+            "tokens": seen + filled,
+            "step_time_s": seconds,
+            "tokens_per_sec": filled / seconds,
+        }
+
+
 def training_steps(
-    trainer: Trainer, dataset: Dataset, start: int, seen: int
+    trainer: Trainer,
+    dataset: Dataset,
+    start: int,
+    seen: int,
+    stays: Callable[[int], bool] = lambda step: True,
 ) -> Iterator[dict[str, float]]:
     """Run the config's steps from `start` on, and yield the metrics of each.
 
+    A GPU gets its next step before the host reads the numbers of this one, so it need not wait for
+    the host. But after steps 1, 2, ... for which stays(step) is True, by default all, they come
+    before the next step is begun: the weights are then as after this one. It is asked once the step
+    is launched, and the numbers of those before have come.
     seen: tokens (for videos, patches) of earlier steps, which may have had other batch sizes.
     """
-    config = trainer.config
-    tokens = config.batch.global_ * config.batch.seq_len
-    began = time.perf_counter()
-    for step in range(start, config.steps):
-        numbers = trainer.step(dataset, step)
-        metrics = {key: value.item() for key, value in numbers.items()}
-        metrics["skipped"] = int(not is_finite(metrics))
-        metrics |= trainer.objective.metrics(trainer.total)
-        # tokens of this step; videos vary in size, so their objective counts them
-        filled = round(metrics.get("video_tokens", tokens))
-        now = time.perf_counter()
-        seen += filled
-        yield {
-            "step": step + 1,
-            **metrics,
-            "lr": trainer.optimizer.param_groups[0]["lr"],
-            "tokens": seen,
-            "step_time_s": now - began,
-            "tokens_per_sec": filled / (now - began),
-        }
-        began = time.perf_counter()
+    running = None
+    for step in range(start, trainer.config.steps):
+        try:
+            launched = RunningStep(trainer, dataset, step)
+        except Exception:
+            # what the step before has done is known all the same
+            if running:
+                yield running.read(seen)
+            raise
+        if running:
+            metrics = running.read(seen)
+            seen = metrics["tokens"]
+            yield metrics
+        running = launched
+        if not trainer.runs_ahead or stays(step + 1):
+            metrics = running.read(seen)
+            seen = metrics["tokens"]
+            running = None
+            yield metrics
+    if running:
+        yield running.read(seen)
 
 
 def is_finite(numbers: dict[str, float]) -> bool:

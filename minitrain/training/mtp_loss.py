@@ -10,7 +10,6 @@ is added in the gradient. The loss that is reported stays the head's alone. (Meg
 depth's sum by the depth's own number of labels, fewer by about k in each document.)
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -94,17 +93,20 @@ class FurtherLoss:
         weighted = loss * (self.weight / self.depths)
         return weighted - weighted.detach()
 
-    def metrics(
-        self, sum_over: Callable[[Tensor], Tensor], training: bool = True
-    ) -> dict[str, float]:
+    def take_sums(self, training: bool) -> Tensor:
+        """Return the sums of batches with gradients, or without, fp64 [3 depths]; begin anew."""
+        sums = self.sums[training]
+        self.sums[training] = torch.zeros_like(sums)
+        return sums.double().flatten()
+
+    def metrics(self, sums: list[float], training: bool) -> dict[str, float]:
         """Return the depths' mean loss and, if not training, the share of tokens that they get right.
 
         Both are means over depths. A draft is accepted if it is the token that the model draws:
         held-out text stands for that, as in Megatron-LM.
-        sum_over: sums a tensor over ranks with other tokens, here [depths, 3].
+        sums: of `take_sums`, added up over ranks with other tokens.
         """
-        losses, counts, right = sum_over(self.sums[training]).double().cpu().T
-        self.sums[training] = torch.zeros(self.depths, 3)
+        losses, counts, right = torch.tensor(sums, dtype=torch.float64).view(self.depths, 3).T
         counts = counts.clamp(min=1)
         means = {"mtp_loss": losses / counts}
         if not training:

@@ -1,6 +1,6 @@
 """Objectives: the interface between the training loop and a task.
 
-The three methods of `Objective` suffice if ranks have different rows or share weights
+The first two methods of `Objective` suffice if ranks have different rows or share weights
 (dp_replicate, dp_shard, tp, ep). Two layouts need more, and are refused unless the objective names
 them in `layouts`:
 
@@ -25,7 +25,6 @@ returns numbers of a validation, as `metrics` does of training.
 """
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -52,11 +51,15 @@ class Objective(Protocol):
     def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the sum of the terms, a differentiable scalar []."""
 
-    def metrics(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return numbers for the log, about the micro-batches with gradients since the last call.
+    def sums(self) -> Tensor | None:
+        """Return sums [...] over the micro-batches with gradients since the last call, for the log.
 
-        sum_over: sums a tensor over ranks with other tokens; all ranks must call it.
+        They may be on the device: the loop adds them up over ranks with other tokens, and does not
+        wait for them. None: there is nothing to tell.
         """
+
+    def metrics(self, sums: list) -> dict[str, float]:
+        """Return numbers for the log from the values of `sums`, nested as its dimensions."""
 
 
 def make_objective(config: Config) -> Objective:
@@ -71,7 +74,15 @@ def make_objective(config: Config) -> Objective:
 
 
 def check_objective(objective: Objective, parallel: Parallel) -> None:
-    """Raise InputError if the objective does not declare that it supports this layout."""
+    """Raise InputError if the objective does not declare that it supports this layout.
+
+    Also if it has numbers for the log, but no sums of which they are made.
+    """
+    if hasattr(objective, "metrics") != hasattr(objective, "sums"):
+        raise InputError(
+            f"{type(objective).__name__} has one of the methods sums() and metrics(sums), and needs the other "
+            f"(see training/objectives.py; without both, loss and norm are logged)"
+        )
     for name in ("cp", "pp"):
         size = getattr(parallel, name)
         if size > 1 and name not in getattr(objective, "layouts", ()):

@@ -338,6 +338,9 @@ def test_a_cache_is_made_once_and_anew_when_a_file_changed(tmp_path, monkeypatch
     for changed in ({"field": "b"}, {"on_error": "skip"}):
         open_data(Data("text", str(file), cache=str(cache), **changed), 8, 258, 0)
     assert len(list(cache.glob("*.npz"))) == 4
+    monkeypatch.setattr("minitrain.data.text.corpus.readers_digest", lambda: "another version's")
+    open_data(data, 8, 258, 0)
+    assert len(list(cache.glob("*.npz"))) == 5
 
 
 def test_a_cache_that_was_not_finished_or_cannot_be_written(tmp_path):

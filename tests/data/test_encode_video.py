@@ -322,5 +322,5 @@ def test_mistakes(folder, tmp_path, monkeypatch):
             ]
         )
     monkeypatch.setitem(__import__("sys").modules, "diffusers", None)
-    with pytest.raises(InputError, match=r"pip install 'minitrain\[video\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '\.\[video\]'"):
         encode(folder, tmp_path / "out")

@@ -402,7 +402,7 @@ def test_stream_keeps_the_spaces_between_words(bpe_folder):
 
 def test_missing_package_names_the_extra(bpe_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(InputError, match=r"pip install 'minitrain\[text\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '\.\[text\]'"):
         load_tokenizer(bpe_folder)
 
 

@@ -448,9 +448,6 @@ class Preferences:
         ).sum(1)
         return -F.logsigmoid(0.1 * (log_probs[0::2] - log_probs[1::2])).sum()
 
-    def metrics(self, sum_over):
-        return {}
-
 
 def prefer(tree):
     config = from_dict(tree | {"device": "cpu"})

@@ -23,6 +23,7 @@ from minitrain.training.loop import forward_backward
 from minitrain.training.objectives import make_objective
 from minitrain.training.packing import rows
 from tests.helpers.oracle import check_close, double_precision, in_double_precision, snapshot
+from tests.helpers.training import logged
 
 SIZES = [(2, 4, 4), (1, 4, 4), (4, 4, 2), (1, 4, 8)]  # 8, 4, 8 and 8 patches
 
@@ -83,7 +84,7 @@ def one_process(tree: dict) -> tuple[float, dict, dict]:
         map(objective.count, batches)
     )
     loss.backward()
-    return loss.item(), gradients(model), objective.metrics(lambda x: x)
+    return loss.item(), gradients(model), logged(objective)
 
 
 def one_rank(tree: dict) -> tuple[float, dict, dict]:
@@ -101,7 +102,7 @@ def one_rank(tree: dict) -> tuple[float, dict, dict]:
         torch.distributed.all_reduce(totals, group=trainer.meshes.batch.get_group())
         return totals
 
-    return loss.item(), gradients(trainer.model), trainer.objective.metrics(sum_over)
+    return loss.item(), gradients(trainer.model), logged(trainer.objective, sum_over)
 
 
 @torch.no_grad()

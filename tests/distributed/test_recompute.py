@@ -327,3 +327,9 @@ def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
 def test_refusals(setting, line):
     with pytest.raises(InputError, match=line):
         from_dict({"recompute": setting})
+
+
+@pytest.mark.parametrize("setting", ["some", "2", "", 0, -1])
+def test_a_setting_that_the_table_does_not_have(setting):
+    with pytest.raises(ValueError, match=f"recompute={setting!r} is none, full"):
+        recompute([], setting)

@@ -1,5 +1,7 @@
 """A run on text that a test may poison."""
 
+from pathlib import Path
+
 import pytest
 
 from minitrain.run.config import load as configs
@@ -35,7 +37,7 @@ def run(tmp_path, monkeypatch):
             | changes
         )
         train_model.train(configs.from_dict(tree))
-        return tmp_path / "out"
+        return Path(tree["out_dir"])
 
     monkeypatch.setattr(Trainer, "update", update_or_poison)
     return run

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from minitrain.errors import InputError
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.parallel.shards import local_shard
 from minitrain.run.checkpoint.checkpoint_files import Writer
+from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.failures import recorded
 from minitrain.run.launch.start import be_deterministic, start
@@ -34,6 +36,7 @@ from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import Trainer, is_finite
 from tests.helpers.grpo import TREE as GRPO
 from tests.helpers.grpo import made_up_groups
+from tests.helpers.kill import MEASURED
 from tests.helpers.poison import POISONS, TINY, Poisoned, lines
 
 MOE = {"model": {"name": "deepseek-v3-tiny", "num_layers": 2, "bias_update_speed": 0.1}}
@@ -147,7 +150,12 @@ def test_skipped_steps_are_counted_and_told_with_their_batch(run, capsys):
     )
 
 
-def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path, capsys):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(
+    ahead, run, tmp_path, capsys, monkeypatch
+):
+    """Also where step 6 is launched before the host knows of step 5."""
+    monkeypatch.setattr(Trainer, "runs_ahead", ahead)
     message = r"^step 5 is number 3 in a row to be skipped .* as after step 2, .* rows 16 to 19"
     with pytest.raises(InputError, match=message):
         run([3, 4, 5, 6], optim={"max_skipped": 3})
@@ -164,6 +172,61 @@ def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(run, tmp_path, c
     assert "lacks" not in capsys.readouterr().out
     assert [line["skipped"] for line in resumed] == [0, 0, 1, 1, 0, 0]
     assert [line["loss"] is None for line in resumed] == [False, False, True, True, False, False]
+
+
+def run_and_keep_weights(run, *poisoned, **changes) -> tuple[list[dict], dict[int, list[Tensor]]]:
+    """A run's lines, without what is measured; and all that each checkpoint was given, by step."""
+    kept = {}
+    save = Checkpointer.save
+
+    def save_and_keep(checkpointer, step, model, optimizer, extra):
+        kept[step] = everything(SimpleNamespace(model=model, optimizer=optimizer))
+        save(checkpointer, step, model, optimizer, extra)
+
+    with mock.patch.object(Checkpointer, "save", save_and_keep):
+        found = lines(run(poisoned, **changes))
+    return [{k: x for k, x in line.items() if not k.endswith(MEASURED)} for line in found], kept
+
+
+def test_a_run_whose_numbers_come_a_step_late_is_the_same(run, tmp_path, monkeypatch):
+    """Its lines, spikes, skipped steps, validations, the state in each checkpoint and what it exports."""
+    settings = dict(
+        steps=9, checkpoint={"every": 4}, validation={"every": 3}, metrics={"spike": 0.1}
+    )
+    settings["data"] = {"kind": "text", "path": str(tmp_path / "text.txt"), "validation": 0.3}
+    results = []
+    for ahead in (False, True):
+        monkeypatch.setattr(Trainer, "runs_ahead", ahead)
+        found, kept = run_and_keep_weights(
+            run, 2, 6, out_dir=str(tmp_path / f"{ahead}"), **settings
+        )
+        results.append((found, (tmp_path / f"{ahead}/model.safetensors").read_bytes()))
+        assert [line["skipped"] for line in found] == [0, 1, 0, 0, 0, 1, 0, 0, 0]
+        assert list(kept) == [4, 8, 9]
+        for step, tensors in kept.items():
+            assert ahead or kept is (plain := kept)
+            assert all(map(torch.equal, tensors, plain[step]))
+    assert results[0] == results[1]
+
+
+def test_a_signal_stops_a_run_ahead_of_its_numbers_after_the_step_that_it_saves(
+    run, tmp_path, monkeypatch
+):
+    """The line that is missing is made up for, and the run ends as one that nobody stopped."""
+    settings = dict(steps=7, checkpoint={"every": 0})
+    whole, _ = run_and_keep_weights(run, 2, out_dir=str(tmp_path / "whole"), **settings)
+    monkeypatch.setattr(Trainer, "runs_ahead", True)
+    step = Trainer.step
+
+    def signal_in_step_4(trainer, dataset, number):
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(trainer, dataset, number)
+
+    with mock.patch.object(Trainer, "step", signal_in_step_4):
+        first, kept = run_and_keep_weights(run, 2, **settings)
+    assert [line["step"] for line in first] == [1, 2, 3] and list(kept) == [4]
+    assert run_and_keep_weights(run, 2, **settings)[0] == whole
 
 
 def test_the_same_command_is_allowed_no_more_skipped_steps(run, tmp_path):

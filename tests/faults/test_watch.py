@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from minitrain.errors import InputError
 from minitrain.run.config import load as configs
 from minitrain.run.launch import watch
+from minitrain.run.launch.interrupts import Stopped
 from minitrain.run.launch.start import start
 from minitrain.run.launch.watch import Watch, until_signal
 from tests.helpers.processes import LIMIT, Ranks, default_signals
@@ -218,3 +219,42 @@ def test_torchruns_echo_of_the_first_interrupt_is_no_second_one(heeded, monkeypa
     start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     assert stops(signal.SIGINT, signal.SIGINT) == ["", "SIGINT", "SIGINT"]
+
+
+def below_the_compiler(function) -> None:
+    """Call a function from a frame of the module in which torch compiles."""
+    space = {"__name__": "torch._inductor.compile_fx", "function": function}
+    exec("def compile_fx(): function()", space)
+    space["compile_fx"]()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_in_mid_compilation(heeded, name):
+    """It ends a run that has no step; later the step is finished, or what the signal has broken is told by its line."""
+    start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
+
+    def send() -> None:
+        signal.raise_signal(signal.Signals[name])
+
+    def fail() -> None:
+        raise RuntimeError("a compiler's 1,347 lines")
+
+    line = f"{name}: ended while torch.compile was at work on the"
+    with pytest.raises(Stopped, match=f"{line} first step"), until_signal():
+        below_the_compiler(send)
+    with until_signal() as stopping:
+        assert stopping() == ""
+        below_the_compiler(send)
+        assert stopping() == name
+    with pytest.raises(Stopped, match=f"{line} step") as told, until_signal():
+        send()
+        below_the_compiler(fail)
+    assert told.value.code == 128 + signal.Signals[name]
+    # other errors are told as ever
+    for before, where in (
+        (lambda: None, below_the_compiler),
+        (send, lambda function: function()),
+    ):
+        with pytest.raises(RuntimeError, match="1,347"), until_signal():
+            before()
+            where(fail)

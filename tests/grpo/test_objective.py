@@ -20,6 +20,7 @@ from minitrain.settings import GRPO
 from minitrain.training import loss
 from minitrain.training.log_probs import linear_log_probs
 from minitrain.training.loss import IGNORE
+from tests.helpers.training import logged
 
 LENGTHS = [[3, 5], [7]]  # response tokens of the sequences in each packed row
 PROMPT, SEQ = 2, 14
@@ -193,7 +194,7 @@ def test_ratios_beyond_fp32_stay_numbers(choice, far):
     log_probs.requires_grad_()
     actual, _, objective = ours(GRPO(**choice), batch, log_probs)
     assert actual.isfinite() and torch.autograd.grad(actual, log_probs)[0].isfinite().all()
-    assert all(map(math.isfinite, objective.metrics(lambda x: x).values()))
+    assert all(map(math.isfinite, logged(objective).values()))
 
 
 # ------------------------------------------------------------------------------------------- against expectations
@@ -309,14 +310,14 @@ def test_numbers_are_means_over_response_tokens():
     batch, log_probs = problem()
     settings = GRPO(kl=0.1, importance="mask", importance_low=0.7, importance_high=1.5)
     *_, objective = ours(settings, batch, log_probs)
-    first = objective.sums
+    first = objective.totals
     with torch.no_grad():  # a second micro-batch adds up with the first
         objective.add(
             {key: torch.zeros(2, SEQ) for key in first if key != "tokens"},
             batch["labels"] != IGNORE,
         )
     places = [(row, t) for row, each in sequences(batch) for t in each]
-    numbers = objective.metrics(lambda x: x)
+    numbers = logged(objective)
 
     def mean(function):
         return (
@@ -341,12 +342,12 @@ def test_numbers_are_means_over_response_tokens():
     }
     assert numbers == pytest.approx(expected, rel=1e-5)
     assert all(
-        map(math.isnan, objective.metrics(lambda x: x).values())
+        map(math.isnan, logged(objective).values())
     )  # each step starts anew, with no tokens
     del batch["reference"]  # without one, how far the step has moved
     *_, objective = ours(GRPO(), batch, log_probs)
     moved = 2 * mean(lambda c, o, *_: math.exp(o - c) - 1 - o + c)
-    assert objective.metrics(lambda x: x)["kl"] == pytest.approx(moved, rel=1e-5)
+    assert logged(objective)["kl"] == pytest.approx(moved, rel=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- against TRL

@@ -1,4 +1,4 @@
-"""Tokenizers with chat templates, and models to talk to."""
+"""Write tokenizers with chat templates, and models with adapters."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from minitrain.settings import Lora
 
 
 def tokenizer_with(folder: Path, jinja: str | list, specials: list[str]):
-    """A byte tokenizer with more special tokens, and a template beside it; ours and transformers'."""
+    """Write a byte tokenizer with further special tokens and a chat template; load it as ours and theirs."""
     ByteTokenizer().save(folder)
     tree = json.loads((folder / "tokenizer.json").read_text())
     flags = {
@@ -37,7 +37,7 @@ def tokenizer_with(folder: Path, jinja: str | list, specials: list[str]):
 
 
 def save_with_adapter(folder: Path, **fields) -> list[str]:
-    """A model in folder/model and adapters of zeros in folder/adapter; the words that say so on a command line."""
+    """Write a model, and adapters of zeros for it; return the command-line options that name them."""
     model = Decoder(model_config("llama3-8b-tiny", vocab_size=320, **fields))
     lora = Lora(rank=2, targets=["q_proj"])
     save_pretrained(model, folder / "model")

@@ -1,4 +1,4 @@
-"""Small models whose checkpoints tests write, damage and read again."""
+"""Make small models, save and load their checkpoints, and compare their state."""
 
 import resource
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from minitrain.run.checkpoint.checkpointer import Checkpointer
 
 
 def make(width=8, layers=2, optimizer=torch.optim.AdamW, seed=0):
-    """A small model with a buffer and a frozen parameter, and its optimizer."""
+    """Return a small model with a buffer and a frozen parameter, and its optimizer."""
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     model.register_buffer("count", torch.tensor(float(seed)))
@@ -19,6 +19,7 @@ def make(width=8, layers=2, optimizer=torch.optim.AdamW, seed=0):
 
 
 def step(model, optimizer):
+    """Run one training step."""
     inputs = torch.arange(16.0).view(2, 8) / 16
     model(inputs).square().sum().backward()
     optimizer.step()
@@ -26,7 +27,7 @@ def step(model, optimizer):
 
 
 def content(model, optimizer):
-    """All values: the model's state and, by parameter name, the optimizer's."""
+    """Return copies of the model's state, and of the optimizer's state by parameter name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     state = {
         f"{names[p]}/{key}": value
@@ -41,6 +42,7 @@ def equal(left, right):
 
 
 def save_many(folder, numbers, keep):
+    """Save a checkpoint for each of these step numbers; return the last state."""
     model, optimizer = make()
     checkpointer = Checkpointer(folder, keep)
     for number in numbers:
@@ -50,6 +52,7 @@ def save_many(folder, numbers, keep):
 
 
 def load_newest(folder):
+    """Return the newest checkpoint's `extra`, and the state loaded from it."""
     model, optimizer = make()
     return Checkpointer(folder, keep=1).load(model, optimizer), content(model, optimizer)
 
@@ -60,7 +63,7 @@ def names(folder):
 
 @contextmanager
 def files_up_to(size):
-    """Writing more into one file fails, in this process."""
+    """Make writes beyond this size fail in this process, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""The project's command lines, as a user types them, without waiting for Python to import torch each time."""
+"""Run the project's command lines in forked processes, which need not import torch first."""
 
 import os
 import runpy
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(*words, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
-    """What `python words...` does in the checkout, with one thread, in a process forked from the pool's server.
+    """Run `python words...` in the checkout, in a process forked from the pool's server.
 
     words: `-m module ...` or `script.py ...`. Raises subprocess.TimeoutExpired.
     """
@@ -31,7 +31,8 @@ def command(*words, timeout: float = 300, **environment: str) -> subprocess.Comp
 
 
 def become(words: list[str], outputs: list[Path], environment: dict[str, str]) -> None:
-    """Be the python that was started with `words`; on a machine whose rates it measures roughly, but at once."""
+    """Run what `python words...` would run, in this process."""
+    # rates of the machine are measured quickly, and only roughly
     hardware.RUN = 0.01
     for number, output in enumerate(outputs, 1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
@@ -40,7 +41,8 @@ def become(words: list[str], outputs: list[Path], environment: dict[str, str]) -
     os.environ.update(environment)
     if words[0] == "-m":
         sys.argv = words[1:]
-        sys.modules.pop(words[1], None)  # runpy warns of what the server has imported
+        # runpy would warn that the server has imported the module already
+        sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
@@ -48,7 +50,7 @@ def become(words: list[str], outputs: list[Path], environment: dict[str, str]) -
 
 
 def torchrun(ranks: int, *words) -> subprocess.CompletedProcess:
-    """`words` on so many ranks, started by torch's own launcher."""
+    """Run `words` on this many ranks, started by torchrun."""
     launcher = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Experts that get no tokens, and what a router's bias must be after a step."""
+"""Make routers select given experts, and compute what their bias must be after a step."""
 
 from unittest import mock
 
@@ -16,10 +16,11 @@ from minitrain.training.packing import rows
 
 
 def bias_after_a_step(tree):
-    """The bias of the only router, and what it should be by the choices that one process makes for the whole batch."""
+    """Return the only router's bias after a step, and the bias that follows from one process's selections."""
     config = configs.from_dict(tree)
     trainer = Trainer(config, start(config))
-    whole, chosen = Decoder(config.model.config), []
+    whole = Decoder(config.model.config)
+    chosen = []
     initialize(whole, config.seed)
     whole.model.layers["1"].mlp.gate.register_forward_hook(
         lambda router, inputs, output: chosen.append(output[0])
@@ -35,7 +36,7 @@ def bias_after_a_step(tree):
 
 
 class Padded:
-    """Mock data, of whose row n the last n tokens are padding."""
+    """Mock data; the last n tokens of row n are padding."""
 
     def __init__(self, config):
         self.data, _ = open_data(
@@ -43,7 +44,8 @@ class Padded:
         )
 
     def row(self, n):
-        row, place = self.data.row(n), torch.arange(self.data.seq_len)
+        row = self.data.row(n)
+        place = torch.arange(self.data.seq_len)
         real = place < self.data.seq_len - n
         return {
             "tokens": torch.where(real, row["tokens"], 0),
@@ -53,7 +55,7 @@ class Padded:
 
 
 def all_to_the_first():
-    """Every token goes to experts 0, 1, ...: of four ranks with two experts each, three get no token."""
+    """Make every token select experts 0, 1, ...: of four ranks with two experts each, three get no token."""
     return mock.patch.object(
         Router, "_select", lambda self, scores: torch.arange(self.top_k).expand(len(scores), -1)
     )

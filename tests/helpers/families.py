@@ -1,4 +1,4 @@
-"""One model of the zoo for each family: a new family is tested in every layout, and in the sampler, by itself."""
+"""Name one model of the zoo for each family, so that tests of layouts and the sampler include new families."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from minitrain.models.zoo import ZOO, model_config
 
 
 def families(wanted: Callable[[DecoderConfig], bool] = lambda config: True) -> list[str]:
-    """Return the tiny twin of the zoo's first model of each family, in the zoo's order, if it is wanted."""
+    """Return the tiny twins of each family's first model in the zoo, of those whose config is wanted."""
     first = {}
     for name, fields in ZOO.items():
         first.setdefault(fields["family"], f"{name}-tiny")
@@ -17,10 +17,10 @@ def families(wanted: Callable[[DecoderConfig], bool] = lambda config: True) -> l
 
 
 def is_rotary(config: DecoderConfig) -> bool:
-    """Return True for a dense model that rotates keys: else the gradient of their biases is rounding alone."""
+    """Return True for a dense model with rotary embeddings; without, key biases have zero gradients."""
     return is_dense(config) and config.position_embedding == "rotary"
 
 
 def is_dense(config: DecoderConfig) -> bool:
-    """Return True if matrix products in fp64 are all that is compared: grouped ones and scans know none."""
+    """Return True for a model without experts and scans, whose kernels do not support fp64."""
     return not (config.num_experts or config.layer_pattern)

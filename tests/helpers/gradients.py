@@ -1,12 +1,14 @@
-"""How far gradients are from those of another implementation."""
+"""Compare gradients with those of another implementation."""
 
 import torch
 from torch import Tensor
 
 
 def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Each module's weight and bias as one vector: a bias that all keys share nearly cancels in the softmax, so the
-    gradient of it alone is mostly rounding."""
+    """Check the relative error of each module's weight and bias as one vector.
+
+    A bias that all keys share nearly cancels in the softmax, so its gradient alone would be mostly rounding.
+    """
     assert found.keys() == expected.keys()
     modules: dict[str, list[str]] = {}
     for name, gradient in expected.items():
@@ -20,4 +22,5 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
+    """Return norm(actual - expected) / norm(expected)."""
     return ((actual.double() - expected).norm() / expected.double().norm()).item()

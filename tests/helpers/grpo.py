@@ -1,4 +1,4 @@
-"""A tiny policy to train, and responses for it that nobody has sampled."""
+"""A config of a tiny policy, made-up responses for it, and a reward."""
 
 import torch
 
@@ -14,7 +14,8 @@ TREE = {
     "grpo": {
         "prompts": 4,
         "group": 4,
-        "mock_digits": 2,  # a hundred problems, which every rank of every run renders
+        # a hundred problems
+        "mock_digits": 2,
         "clip_low": 0.05,
         "clip_high": 0.1,
         "kl": 0.1,
@@ -28,7 +29,7 @@ TREE = {
 
 
 def made_up_groups():
-    """Responses of very different lengths, sampled by nobody knows whom."""
+    """Return groups of responses of very different lengths, with random log-probabilities."""
     generator = torch.Generator().manual_seed(0)
 
     def rollout(group, number):
@@ -42,5 +43,5 @@ def made_up_groups():
 
 
 def oddness(response, answer, row):
-    """A reward that differs between the samples of an untrained model."""
+    """Return a reward that differs between the samples of an untrained model."""
     return sum(ord(character) % 2 for character in response) / 8

@@ -1,6 +1,6 @@
-"""Tiny transformers models of every family, with nothing at its default: the oracles of the parity tests.
+"""Build tiny transformers models of every family, without default values: the oracles of the parity tests.
 
-And what these tests do with checkpoints: edit them, and look at what is said of a wrong one.
+Also edit checkpoints, and check the errors of wrong ones.
 """
 
 import json
@@ -36,8 +36,8 @@ _SIZES = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-# Within 64 positions the 4 frequencies of an 8-wide head turn 10.2, 1.02, 0.102 and 0.01 times, so these factors keep
-# the first, interpolate the second and divide the others.
+# within 64 positions the 4 frequencies of an 8-wide head turn 10.2, 1.02, 0.102 and 0.01 times, so these factors keep
+# the first, interpolate the second and divide the others
 LLAMA3_ROPE = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -69,7 +69,7 @@ CONFIGS = {
 }
 
 _MOE = dict(num_experts_per_tok=3, moe_intermediate_size=32)
-# Of the 4 pairs of an 8-wide head, 2 turn at least once in 32 positions and stay, the last is divided, one is mixed.
+# of the 4 pairs of an 8-wide head, 2 turn at least once in 32 positions and stay, one is mixed, and the last is divided
 _YARN = dict(
     rope_type="yarn",
     rope_theta=100.0,
@@ -166,9 +166,8 @@ _HYBRID = dict(
     eos_token_id=2,
     time_step_min=1e-30,
 )
-BOUNDED = dict(
-    time_step_min=0.6, time_step_limit=(0.6, math.inf)
-)  # transformers 5.24 looks at the former alone
+# transformers 5.24 uses time_step_min only
+BOUNDED = dict(time_step_min=0.6, time_step_limit=(0.6, math.inf))
 HYBRID_CONFIGS = {
     "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, layer_norm_epsilon=1e-3),
     "nemotron_h-latent": lambda: NemotronHConfig(
@@ -191,10 +190,11 @@ HYBRID_CONFIGS = {
 
 
 def build(family: str, seed: int = 0, **changes):
-    """The transformers model in fp32 with eager attention, every parameter random."""
+    """Return the transformers model in fp32 with eager attention and random parameters."""
     config = (CONFIGS | MOE_CONFIGS | HYBRID_CONFIGS)[family]()
     config.update(changes)
-    torch.manual_seed(seed)  # from which transformers draws the initial dt_bias of Mamba
+    # transformers draws Mamba's initial dt_bias from this generator
+    torch.manual_seed(seed)
     options = dict(
         attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
@@ -207,8 +207,9 @@ def build(family: str, seed: int = 0, **changes):
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
         for name, parameter in model.named_parameters():
+            # so that some activations are clamped
             if config.model_type == "gpt_oss" and name.endswith("gate_up_proj"):
-                parameter.mul_(4)  # so that some activations are clamped
+                parameter.mul_(4)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.4, generator=generator)
@@ -216,12 +217,13 @@ def build(family: str, seed: int = 0, **changes):
 
 
 def reload(path, **options):
+    """Load a checkpoint in transformers."""
     options = dict(attn_implementation="eager", experts_implementation="eager") | options
     return AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
 
 def compare_with_transformers(folder):
-    """The logits of a checkpoint, as both read it."""
+    """Check that transformers and we compute the same logits from a checkpoint."""
     tokens = random_tokens(2, 60)
     with torch.no_grad():
         torch.testing.assert_close(
@@ -236,7 +238,7 @@ def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def packed(theirs, tokens, rows):
-    """The logits of each document run alone; then the documents and positions that say where they are in `tokens`.
+    """Return the logits of each document run alone, and the document ids and positions of `tokens`.
 
     rows: for each row of `tokens`, the lengths of its documents.
     """
@@ -252,7 +254,7 @@ def packed(theirs, tokens, rows):
 
 
 def compare_and_differentiate(found, expected):
-    """Logits must agree; then both models get the gradients of the same random combination of them."""
+    """Check that logits agree, then differentiate the same random combination of them in both models."""
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
@@ -260,7 +262,7 @@ def compare_and_differentiate(found, expected):
     found.backward(cotangent)
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
+# --- checkpoints
 
 
 def edit_json(file, **changes):
@@ -280,7 +282,7 @@ def edit_weights(folder, **changes):
 
 
 def refused(call, *parts):
-    """`call` must raise an InputError of one line that holds all `parts`."""
+    """Check that `call` raises an InputError of one line that contains all `parts`."""
     with pytest.raises(InputError) as caught:
         call()
     message = str(caught.value)
@@ -290,7 +292,10 @@ def refused(call, *parts):
 
 
 def in_our_layout(name, gradient, gpt_oss):
-    """transformers stacks experts too, GPT-OSS's transposed, of all others gate rows first, then up rows."""
+    """Return our name and layout of transformers' gradient.
+
+    transformers stacks experts too: GPT-OSS's transposed, the others with all gate rows before all up rows.
+    """
     name = name.replace(".router.", ".gate.")
     if gpt_oss and name.endswith(("gate_up_proj", "down_proj")):
         gradient = gradient.transpose(1, 2)
@@ -300,7 +305,7 @@ def in_our_layout(name, gradient, gpt_oss):
 
 
 def assert_same(found, expected, ours, theirs):
-    """The logits, and every gradient."""
+    """Check that logits and all gradients agree."""
     compare_and_differentiate(found, expected)
     gpt_oss = theirs.config.model_type == "gpt_oss"
     expected = dict(in_our_layout(name, p.grad, gpt_oss) for name, p in theirs.named_parameters())

@@ -1,4 +1,4 @@
-"""Which files a test reaches: read from their text, without importing them."""
+"""Find the files that a test imports, from their source text, for `pytest --of FILE`."""
 
 import ast
 from functools import cache
@@ -8,11 +8,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests" / "helpers"
-COLLECTED = pytest.StashKey[list[str]]()  # the names of all tests, whichever of them run
+# the ids of all collected tests
+COLLECTED = pytest.StashKey[list[str]]()
 
 
 def files_wanted(names: list[str]) -> set[Path]:
-    """Return the files of so many `--of`, after a look that each is imported by a test."""
+    """Return the files that `--of` names. Raises UsageError for one that no test imports."""
     files = {name: Path(name).resolve() for name in names}
     tests = [*(ROOT / "tests").rglob("test_*.py")]
     for name, file in files.items():
@@ -22,6 +23,7 @@ def files_wanted(names: list[str]) -> set[Path]:
 
 
 def why_not(file: Path) -> str:
+    """Return why no test imports a file."""
     if not file.is_file():
         return f"no such file in {Path.cwd()}"
     package = (ROOT / "minitrain").rglob("*.py")
@@ -30,8 +32,9 @@ def why_not(file: Path) -> str:
 
 
 def reached_by(test: Path) -> set[Path]:
-    """Return a test's file, the files that it imports, and those that the helpers among them import."""
-    reached, waiting = set(), [test]
+    """Return a test's file, the files that it imports, and those that imported helpers import."""
+    reached = set()
+    waiting = [test]
     while waiting:
         file = waiting.pop()
         if file not in reached and (file == test or HELPERS in file.parents):
@@ -44,7 +47,7 @@ def reached_by(test: Path) -> set[Path]:
 def imported(file: Path) -> set[Path]:
     """Return the project's files that `file` imports, at its top or inside functions.
 
-    A public name, as in `from minitrain import Sampler`, stands for the file that defines it.
+    For a public name, as in `from minitrain import Sampler`, this is the file that defines it.
     """
     paths = {Path(*public_names().get(name, name).split(".")) for name in names_in(file)}
     files = {
@@ -54,7 +57,7 @@ def imported(file: Path) -> set[Path]:
 
 
 def names_in(file: Path) -> set[str]:
-    """Return the dotted names of what `file` imports: modules, and what it takes from each."""
+    """Return the dotted names that `file` imports: modules, and names in them."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):

@@ -1,10 +1,10 @@
-"""Kill runs at seeded moments, start them again, and compare what comes out with a run that nobody disturbed.
+"""Kill runs at random times, restart them, and compare their numbers with those of an undisturbed run.
 
     python -m tests.helpers.kill --times 50 --seed 0
 
-A moment is uniform over the time that a whole run takes, start-up and the writing of checkpoints included; one rank, by
-lot, gets SIGKILL, and the others must end by themselves; before all are in one group they get SIGTERM, as from
-torchrun. A run is killed again and again until it gets through; then another one begins.
+Times are uniform over the duration of a whole run, including start-up and the writing of checkpoints. A random rank
+gets SIGKILL, and the others must end by themselves. Before all are in one process group, the others get SIGTERM, as
+torchrun would send it. A run is killed and restarted until it finishes; then the next run begins.
 """
 
 import argparse
@@ -46,12 +46,13 @@ GRPO = {
     "checkpoint": {"every": 1},
 }
 
-MEASURED = ("_s", "_sec", "_gpu", "mfu", "_gib")  # numbers that no two runs share end so
+# ends of the names of measured numbers, which differ between runs
+MEASURED = ("_s", "_sec", "_gpu", "mfu", "_gib")
 
 
 @dataclass
 class Case:
-    """A config, and the number of its ranks."""
+    """A config and its number of ranks."""
 
     ranks: int
     tree: dict
@@ -71,11 +72,14 @@ def train(file: Path) -> None:
 
 
 class Run:
-    """A command line that is started again and again: `starts` times so far."""
+    """A training run that is restarted; `starts` counts its starts."""
 
     def __init__(self, case: Case, folder: Path):
-        self.world, self.out, self.starts = case.ranks, folder / "out", 0
-        self.file, self.log = folder / "config.yaml", folder / "log.txt"
+        self.world = case.ranks
+        self.starts = 0
+        self.out = folder / "out"
+        self.file = folder / "config.yaml"
+        self.log = folder / "log.txt"
         folder.mkdir(parents=True)
         self.file.write_text(yaml.safe_dump(case.tree | {"out_dir": str(self.out)}))
 
@@ -84,7 +88,7 @@ class Run:
         return Ranks(self.world, self.log, train, self.file)
 
     def numbers(self) -> list[dict]:
-        """Those of all steps so far, without the times they took and what else was measured."""
+        """Return the numbers of all steps so far, without the measured ones."""
         file = self.out / "metrics.jsonl"
         text = file.read_text() if file.exists() else ""
         lines = [
@@ -93,7 +97,7 @@ class Run:
         return [{k: v for k, v in line.items() if not k.endswith(MEASURED)} for line in lines]
 
     def finish(self, ranks: Ranks) -> list[dict]:
-        """The numbers of all steps, after a good end."""
+        """Wait for a successful end, and return the numbers of all steps."""
         assert ranks.wait(120) and not any(ranks.codes()), (
             f"{ranks.codes()}\n{self.log.read_text()}"
         )
@@ -101,9 +105,9 @@ class Run:
 
 
 def torment(case: Case, folder: Path, times: int, seed: int) -> dict:
-    """Kill runs of a case so many times, and some run twice at least, if need be with more kills.
+    """Kill runs of a case this many times, and more often if needed until some run was killed twice.
 
-    Every run must in the end have the numbers of an undisturbed one.
+    Every run must end with the numbers of an undisturbed one.
     """
     generator = random.Random(seed)
     start_server()
@@ -111,7 +115,8 @@ def torment(case: Case, folder: Path, times: int, seed: int) -> dict:
     undisturbed = Run(case, folder / "undisturbed")
     expected = undisturbed.finish(undisturbed.start())
     duration = time.monotonic() - began
-    runs, seconds = [], []
+    runs = []
+    seconds = []
 
     def most() -> int:
         return max((run.starts - 1 for run in runs), default=0)
@@ -119,14 +124,16 @@ def torment(case: Case, folder: Path, times: int, seed: int) -> dict:
     while len(seconds) < times or most() < 2:
         run = Run(case, folder / f"run-{len(runs)}")
         runs.append(run)
-        began, ranks = time.monotonic(), run.start()
+        began = time.monotonic()
+        ranks = run.start()
         while (len(seconds) < times or most() < 2) and not ranks.wait(
             generator.uniform(0, duration)
         ):
             seconds.append(ranks.kill(generator.randrange(case.ranks)))
             ranks = run.start()
         found = run.finish(ranks)
-        if run.starts == 1:  # nobody was killed: the machine may have been slow before
+        if run.starts == 1:
+            # it was not killed in time: the machine was slower when the duration was measured
             duration = min(duration, time.monotonic() - began)
         differing = [pair for pair in zip(expected, found, strict=True) if pair[0] != pair[1]]
         assert not differing, f"{run.out}, started {run.starts} times: {differing[0]}"
@@ -140,7 +147,7 @@ def torment(case: Case, folder: Path, times: int, seed: int) -> dict:
 
 
 def share(times: int) -> dict[str, int]:
-    """So many kills, divided among the cases."""
+    """Return the number of kills for each case."""
     return {name: times // len(CASES) + (i < times % len(CASES)) for i, name in enumerate(CASES)}
 
 
@@ -157,11 +164,11 @@ def main() -> None:
             numbers = torment(CASES[name], Path(folder), times, options.seed) | {
                 "in all": time.monotonic() - began
             }
-        told = [
+        figures = [
             f"{key} {value if isinstance(value, int) else f'{value:.2f} s'}"
             for key, value in numbers.items()
         ]
-        print(f"{name}: {', '.join(told)}", flush=True)
+        print(f"{name}: {', '.join(figures)}", flush=True)
 
 
 if __name__ == "__main__":

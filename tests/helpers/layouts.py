@@ -1,4 +1,4 @@
-"""Techniques that are combined: the settings of each."""
+"""Settings of parallelism and memory techniques, for tests that combine them."""
 
 from math import prod
 
@@ -30,7 +30,7 @@ TECHNIQUES = {
 
 
 def combine(*names):
-    """TREE with the settings of all these techniques."""
+    """Return TREE with the settings of all these techniques."""
     tree = {key: dict(value) for key, value in TREE.items()}
     for name in names:
         for key, value in TECHNIQUES[name].items():
@@ -39,6 +39,7 @@ def combine(*names):
 
 
 def ranks(tree):
+    """Return the number of ranks of a config."""
     return prod(
         tree["parallel"].get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
     )

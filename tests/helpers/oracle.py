@@ -1,7 +1,8 @@
-"""The oracle of every parallel layout: train on some ranks, and check each step against plain autograd in one process.
+"""Train on several ranks, and check every step against plain autograd in one process: the oracle of all layouts.
 
-Plain SGD, not Adam, which would hide a wrong scale; every parameter's gradient, not the loss, which would hide most
-mistakes. Each step is checked from the weights it started with, so that rounding does not add up over the steps.
+Training is by SGD, because Adam would hide a wrong scale. The gradients of all parameters are compared, because the
+loss would hide most mistakes. Each step is checked from the weights that it started with, so that rounding errors do
+not add up over steps.
 """
 
 from collections import Counter
@@ -36,25 +37,29 @@ from minitrain.training.objectives import make_objective
 from minitrain.training.optim import clip_gradients
 from tests.helpers.pool import Pool, part_of
 
-Tensors = dict[str, Tensor]  # by parameter name
+# by parameter name
+Tensors = dict[str, Tensor]
 
 
 @dataclass
 class Trace:
-    """What one rank saw of a training run. A rank of a pipeline knows only its own parameters."""
+    """The record of a training run on one rank. A pipeline rank has only its own parameters."""
 
-    weights: list[Tensors] = field(default_factory=list)  # before the first step, and after each
+    # before the first step, and after each step
+    weights: list[Tensors] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)  # of all gradients, before they were clipped
+    # norm of all gradients, before clipping
+    norms: list[float] = field(default_factory=list)
 
 
 register_dataclass(Trace)
 
 
 def ragged_batch(config: Config, step: int) -> Tensors:
-    """A global batch whose rows have very different numbers of valid labels: none in the first, most in the last."""
-    rows, length = config.batch.global_, config.batch.seq_len
+    """Return a global batch whose rows have from no valid labels (the first) to most (the last)."""
+    rows = config.batch.global_
+    length = config.batch.seq_len
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(
         config.model.config.vocab_size, (rows, length + 1), generator=generator
@@ -65,7 +70,7 @@ def ragged_batch(config: Config, step: int) -> Tensors:
 
 
 def packed_batch(config, step):
-    """`ragged_batch` with a document border before every fourth token or so, and positions that restart there."""
+    """Return `ragged_batch` with packed documents of about four tokens, and positions that restart."""
     batch = ragged_batch(config, step)
     begins = (
         torch.rand(batch["tokens"].shape, generator=torch.Generator().manual_seed(step)) < 0.25
@@ -76,7 +81,7 @@ def packed_batch(config, step):
 
 
 class Batches:
-    """So many global batches, one after the other, as a dataset."""
+    """The global batches of several steps as a dataset."""
 
     def __init__(self, config: Config, steps: int, batch: Callable = ragged_batch):
         self.batches = [batch(config, step) for step in range(steps)]
@@ -90,9 +95,9 @@ class Batches:
 
 
 def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
-    """Train with plain SGD on this rank of the running group, on the product's own path. tree: a config, as in YAML.
+    """Train by SGD on this rank of the process group, by the package's own code. tree: a config, as in YAML.
 
-    Gradients are clipped as `optim.clip` says, and recorded before that.
+    Gradients are recorded before they are clipped to `optim.clip`.
     """
     config = configs.from_dict(tree | {"device": "cpu"})
     meshes = start(config)
@@ -117,7 +122,7 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
 
 @torch.no_grad()
 def descend(model: Module, rate: float) -> None:
-    """A step of SGD, which takes the gradients. On shards: DTensor's operations take longer than all else in a test."""
+    """Run a step of SGD and drop the gradients. It works on local shards, because DTensor's operators are slow."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             to_local(parameter).sub_(to_local(parameter.grad), alpha=rate)
@@ -125,29 +130,31 @@ def descend(model: Module, rate: float) -> None:
 
 
 def count_calls(collective: str):
-    """A patch that counts the calls of a collective of tensors, by the name it has in this version of torch."""
+    """Return a patch that counts calls of a collective, under its name in this version of torch."""
     names = [f"{collective}_{form}" for form in ("single", "tensor", "into_tensor")]
     name = next(name for name in names if hasattr(dist, name))
     return mock.patch.object(dist, name, wraps=getattr(dist, name))
 
 
 class Count(TorchDispatchMode):
-    """Counts the operators that run inside, of plain tensors: by key(operator, arguments), but for those of None."""
+    """Count the operators on plain tensors by key(operator, arguments); a key of None is not counted."""
 
     def __init__(self, key: Callable):
         super().__init__()
-        self.key, self.counts = key, Counter()
+        self.key = key
+        self.counts = Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # see the operators that it is made of instead
+            # the operators on its local tensors are dispatched here again
+            return NotImplemented
         if (found := self.key(op, args)) is not None:
             self.counts[found] += 1
         return op(*args, **kwargs or {})
 
 
 class Results(TorchDispatchMode):
-    """Shows every plain tensor that operators return inside to `look`."""
+    """Call `look` with every plain tensor that an operator returns."""
 
     def __init__(self, look: Callable):
         super().__init__()
@@ -162,18 +169,18 @@ class Results(TorchDispatchMode):
 
 
 def collective(op, args) -> str | None:
-    """The name of one between activations; FSDP's are other operators."""
+    """Return the name of a functional collective, as used for activations; FSDP uses others."""
     return op._opname if op.namespace == "_c10d_functional" else None
 
 
 def train_compiled(*args) -> Trace:
-    """`train` with block.compile() handing its graphs to autograd instead of to a C++ compiler."""
+    """Run `train` with a compiler backend that makes graphs, but does not generate C++."""
     with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
         return train(*args)
 
 
 def micro_batches(batch: Tensors, config: Config, ranks: DeviceMesh) -> list[Tensors]:
-    """This rank's rows of a global batch, `batch.micro` at a time."""
+    """Return this rank's micro-batches of a global batch."""
     share = config.batch.global_ // ranks.size()
     first = ranks.get_local_rank() * share
     starts = range(first, first + share, config.batch.micro)
@@ -184,7 +191,7 @@ def micro_batches(batch: Tensors, config: Config, ranks: DeviceMesh) -> list[Ten
 
 @torch.no_grad()
 def copies(named: Iterable[tuple[str, Tensor]]) -> Tensors:
-    """Of shards the rank's parts: the pool makes whole what ranks return, in far less time than gathering takes."""
+    """Return copies of tensors; of sharded ones this rank's parts, which the pool assembles, faster than gathering."""
     return {
         name: part_of(tensor) if isinstance(tensor, DTensor) else tensor.clone()
         for name, tensor in named
@@ -192,24 +199,24 @@ def copies(named: Iterable[tuple[str, Tensor]]) -> Tensors:
 
 
 def snapshot(named: Iterable[tuple[str, Tensor]]) -> Tensors:
-    """Copies of the full tensors; collective where they are sharded."""
+    """Return copies of the full tensors. Sharded ones are gathered: all ranks call this."""
     return {name: full_tensor(tensor.detach()).clone() for name, tensor in named}
 
 
 def built(tree: dict) -> Tensors:
-    """This rank's weights, in full, as a run begins with them."""
+    """Return this rank's initial weights, in full."""
     config = configs.from_dict(tree | {"device": "cpu"})
     return snapshot(build_model(config, start(config), fill_weights).named_parameters())
 
 
 def initial_weights(config: Config) -> Tensors:
-    """Those of a model that no layout has touched."""
+    """Return the initial weights of a model without a layout."""
     model = plain_model(config)
     return snapshot(model.named_parameters())
 
 
 def plain_model(config: Config) -> Decoder:
-    """With the initial weights, and without any layout."""
+    """Return a model without a layout, with its initial weights."""
     model = Decoder(config.model.config)
     if config.lora:
         add_adapters(model, config.lora)
@@ -218,12 +225,12 @@ def plain_model(config: Config) -> Decoder:
 
 
 def plain_step(config: Config, weights: Tensors, batch: Tensors) -> tuple[float, Tensors]:
-    """Mean loss over the valid labels of a whole batch, and its gradients: no layout, no loop, no micro-batches.
+    """Return the mean loss over the valid labels of a whole batch, and its gradients, without layout or micro-batches.
 
-    In fp32 and with the product's own loss function, so that what differs is the layout and not the rounding; that the
-    model and the loss are right is for their own tests to say.
+    It is in fp32 and by the package's own loss function, so that only the layout makes a difference. Other tests check
+    the model and the loss.
     """
-    model = plain_model(config)  # for the buffers; weights follow
+    model = plain_model(config)
     model.load_state_dict(weights, strict=False)
     objective = make_objective(config)
     loss = objective.loss(model, objective.extend(batch)) / (batch["labels"] != IGNORE).sum()
@@ -243,13 +250,13 @@ def check_against_one_process(
     run: Callable = train,
     double: bool = False,
 ) -> None:
-    """Train `tree` on `world_size` ranks: losses, gradients, their norm and weights must be those of `plain_step`.
+    """Train `tree` on `world_size` ranks; losses, gradients, their norm and weights must be those of `plain_step`.
 
-    tolerance: on norm(difference) / norm(expected) of each parameter, and on the relative difference of the losses.
-    Initial weights must agree to the bit.
-    run: what each rank calls, `train` or something around it.
-    double: compute in fp64, on both sides. For layouts that split sums in other ways than data parallelism does, where
-    gradients that nearly cancel, as those of key biases do, differ by more than the tolerance through rounding alone.
+    tolerance: on norm(difference) / norm(expected) of each parameter, and on the relative difference of losses. Initial
+        weights must be bitwise equal.
+    run: the function that each rank calls, `train` or a wrapper of it.
+    double: compute in fp64 on both sides. This is for layouts that split sums in other ways than data parallelism,
+        where gradients that nearly cancel, such as those of key biases, exceed the tolerance through rounding.
     """
     if double:
         with double_precision():
@@ -295,7 +302,7 @@ def check_against_one_process(
 
 @contextmanager
 def double_precision():
-    """What is fp32 unless said otherwise, is fp64."""
+    """Make fp64 the default dtype inside a `with` statement."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -310,9 +317,10 @@ def in_double_precision(function: Callable, *args):
 
 
 def check_close(ranks: list[Tensors], expected: Tensors, tolerance: float, what: str) -> None:
-    """The ranks together have all tensors, each close to the expected one; else fail with the name of the worst.
+    """Check that the ranks together have all tensors, each close to the expected one; report the worst.
 
-    Where terms cancel to nothing, as in the gradients of GPT-3's key biases, only their rounding is left to compare.
+    Tensors that should be zero and are only rounding, such as the gradients of GPT-3's key biases, are compared on the
+    scale of the largest tensor.
     """
     nothing = 1e-10 * max(tensor.double().norm().item() for tensor in expected.values())
     actual = [
@@ -332,9 +340,9 @@ def check_close(ranks: list[Tensors], expected: Tensors, tolerance: float, what:
 
 
 def relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """norm(actual - expected) / norm(expected), where 0 / 0 is 0; infinite for other shapes or non-finite values.
+    """Return norm(actual - expected) / norm(expected), with 0 / 0 = 0; infinity for other shapes or infinite values.
 
-    least: what is divided by at least.
+    least: a lower bound of the divisor.
     """
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
@@ -346,7 +354,7 @@ def relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> floa
 
 
 def count_flops(function: Callable) -> dict[str, int]:
-    """What torch counts in function(), by operator. Attention as plain products: on a CPU it counts no others."""
+    """Return torch's count of the FLOPs of function() by operator, with attention as plain matrix products."""
     mapping = {torch.ops.aten._grouped_mm: grouped_mm_flops}
     with (
         FlopCounterMode(display=False, custom_mapping=mapping) as counter,
@@ -357,5 +365,5 @@ def count_flops(function: Callable) -> dict[str, int]:
 
 
 def grouped_mm_flops(a, b, *args, out_shape=None, **kwargs) -> int:
-    """torch has no formula: rows x in x out, or, for the gradient of a stack, in x rows x out of all experts."""
+    """Return the FLOPs of a grouped product, for which torch has no formula."""
     return 2 * a[0] * a[1] * b[-1]

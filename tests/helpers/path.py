@@ -1,7 +1,7 @@
-"""What a decoding step, a training step and a whole `minitrain train` run: `python -m tests.helpers.path` prints it.
+"""Print the functions that a decoding step, a training step and `minitrain train` call: python -m tests.helpers.path
 
-A function counts once, with its comprehensions and lambdas; lines are those of the functions that ran, with what
-they hold, as a share of all lines of their files.
+A function counts once, with its comprehensions and lambdas. Lines are those of the called functions, also as a share of
+all lines of their files.
 """
 
 import ast
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 Called = dict[Path, set[str]]
-# two steps of a dense Llama on made-up data, with all settings as they are by default
+# two steps of a dense Llama on mock data, with default settings
 PLAIN = """
 model: llama3-8b-tiny
 steps: 2
@@ -28,12 +28,12 @@ PACKAGE = Path(__file__).parents[2] / "minitrain"
 
 
 def functions_of(run: Callable[[], object]) -> Called:
-    """Return the package's functions that `run` calls, in this thread and those that it starts, by file."""
+    """Return the package's functions that `run` calls by file, in this thread and in threads that it starts."""
     called: Called = {}
 
     def profile(frame, event, _):
         code = frame.f_code
-        # the bodies of modules and classes are code, too
+        # bodies of modules and classes also have code objects
         is_function = code.co_flags & inspect.CO_OPTIMIZED
         if event == "call" and is_function and code.co_filename.startswith(str(PACKAGE)):
             outer = code.co_qualname.partition(".<locals>.<")[0]
@@ -51,7 +51,7 @@ def functions_of(run: Callable[[], object]) -> Called:
 
 
 def train_command() -> Called:
-    """Of `minitrain train` in a process of its own, which imports what it uses."""
+    """Return the functions that `minitrain train` calls, in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "called.json")
         words = [sys.executable, "-c", "from tests.helpers.path import *; train()", folder, found]
@@ -60,7 +60,7 @@ def train_command() -> Called:
 
 
 def train() -> None:
-    """Be `minitrain train`, below the folder that the first word names, and write what ran to the second."""
+    """Run `minitrain train` in the folder that the first argument names; write the called functions to the second."""
     folder, found = sys.argv[1:]
     config = Path(folder, "config.yaml")
     config.write_text(PLAIN)
@@ -70,7 +70,7 @@ def train() -> None:
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    # how a command ends whose ranks have met
+    # commands whose ranks have met end by os._exit
     os._exit = leave
 
     def run() -> None:
@@ -86,7 +86,7 @@ def train() -> None:
 
 
 def decoding_step() -> Called:
-    """Of a Llama whose two samples have been decoded before, as in the midst of `generate`."""
+    """Return the functions that a decoding step of two running samples calls."""
     from minitrain import Sampler, SamplingParams
     from minitrain.models.decoder import Decoder
     from minitrain.models.zoo import model_config
@@ -105,7 +105,7 @@ def decoding_step() -> Called:
 
 
 def training_step() -> Called:
-    """Of a dense Llama's second step, on this process alone."""
+    """Return the functions that the second training step of a dense Llama calls, in one process."""
     import torch
     import yaml
 
@@ -122,7 +122,7 @@ def training_step() -> Called:
 
 
 def lines_on_path(called: Called) -> tuple[int, int]:
-    """Return how many lines the called functions have, and how many their files."""
+    """Return the number of lines of the called functions, and of their files."""
     on_path = total = 0
     for file, names in called.items():
         text = file.read_text(encoding="utf-8")

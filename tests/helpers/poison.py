@@ -1,4 +1,4 @@
-"""Training steps that go wrong: losses and gradients that are no numbers."""
+"""Make losses and gradients of training steps infinite or NaN."""
 
 import json
 import math
@@ -34,11 +34,11 @@ POISONS = {
 
 
 class Poisoned:
-    """A trainer's objective that goes wrong on one rank alone, or on those that share its rows: the last ones."""
+    """A trainer's objective that is wrong on the last rank only, or on those that share its rows."""
 
     def __init__(self, trainer: Trainer, kind: str):
         self.objective, self.kind = trainer.objective, kind
-        self.count, self.metrics = self.objective.count, self.objective.metrics
+        self.count = self.objective.count
         meshes = trainer.meshes.loss, trainer.meshes.pp
         self.here = all(mesh.get_local_rank() == mesh.size() - 1 for mesh in meshes)
 
@@ -48,7 +48,7 @@ class Poisoned:
 
 
 def lines(folder) -> list[dict]:
-    """Read as strictly as JSON is: it has no NaN."""
+    """Return a run's metrics. Fails for NaN, which is not JSON."""
     return [
         json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").open()
     ]

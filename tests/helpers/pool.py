@@ -1,10 +1,9 @@
-"""Run functions on several gloo ranks.
+"""Run functions on several gloo ranks, in processes that many tests share.
 
-The worker processes serve many tests: a run on them takes milliseconds. They are forked from a server that has imported
-what all need, and replaced now and then, with what tests have left in them. Each run finds a default process group of
-exactly its world size, as torchrun would have made it, so the code under test needs no knowledge of the pool. A rank
-that fails or hangs fails the test, with its traceback; all workers are then replaced, since some may be stuck in a
-collective.
+Worker processes are forked from a server that has imported everything, so a run takes milliseconds. They are replaced
+after a while, because tests leave state in them. Each run finds a default process group of exactly its world size, as
+under torchrun, so the tested code does not know of the pool. If a rank fails or hangs, the test fails with its
+traceback, and all workers are replaced, because some may be stuck in a collective.
 """
 
 import faulthandler
@@ -35,10 +34,14 @@ from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_un
 
 from minitrain.parallel.shards import local_shard
 
-GRACE = 3.0  # seconds that the other ranks get to report too, once one has failed
-PATIENCE = 300.0  # seconds for a run, and for a rank to wait for others in a collective: only against waiting for ever
-RUNS = 4  # before a new process group: those of old meshes keep threads and sockets
-LIFE = 40  # runs before new workers: compiled code may hold groups for ever
+# seconds in which other ranks can report after one has failed
+GRACE = 3.0
+# timeout of a run, and of a collective in it, in seconds
+PATIENCE = 300.0
+# number of runs with the same process group, because groups of meshes keep threads and sockets
+RUNS = 4
+# number of runs with the same workers, because compiled code may keep groups
+LIFE = 40
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.helpers.server"])
 
@@ -51,13 +54,14 @@ class RankFailure(AssertionError):
 class Worker:
     process: multiprocessing.Process
     connection: Connection
-    stacks: Path  # where the process writes its stack when asked to
+    # the file to which the process writes its stack on a signal
+    stacks: Path
 
 
 class Pool:
-    """`run` calls a function on any number of ranks; there are as many processes as the largest run needed.
+    """Call functions on any number of ranks, in as many processes as the largest run needed.
 
-    least: how many to start in any case.
+    least: number of processes to start in any case.
     """
 
     def __init__(self, least: int = 4):
@@ -65,20 +69,21 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="minitrain-pool-")
         self.workers: list[Worker] = []
         self.numbers = itertools.count()
-        # world size and store file of the process group that the workers have now
+        # world size and store file of the workers' process group
         self.group = (0, "")
-        self.left = RUNS  # how many more runs have it
-        self.runs = 0  # of the present workers
+        # number of runs that remain for this group
+        self.left = RUNS
+        # number of runs of these workers
+        self.runs = 0
 
     def run(
         self, world_size: int, function: Callable, *args: Any, timeout: float = PATIENCE
     ) -> list[Any]:
-        """The ranks' results of `function(*args)`, by rank. The function must be importable, results must pickle.
+        """Call `function(*args)` on all ranks; return their results by rank.
 
-        DTensors in them arrive whole, as plain tensors; see `assemble`.
-
-        Raises RankFailure with the traceback of the rank that failed first (a dead one before those that only noticed),
-        or the stacks of those that did not answer within `timeout` seconds.
+        The function must be importable, and results must pickle. DTensors in results become full tensors: see
+        `assemble`. Raises RankFailure with the traceback of the rank that failed first (a dead rank before those that
+        noticed its death), or with the stacks of ranks that did not answer within `timeout` seconds.
         """
         if self.runs == LIFE:
             self.stop()
@@ -86,7 +91,8 @@ class Pool:
         while len(self.workers) < max(world_size, self.least):
             self._start_worker(len(self.workers))
         if self.group[0] != world_size or self.left == 0:
-            self.group, self.left = (world_size, self._new_path("store")), RUNS
+            self.group = (world_size, self._new_path("store"))
+            self.left = RUNS
         self.left -= 1
         workers = self.workers[:world_size]
         task = pickle.dumps((self.group, function, args))
@@ -104,10 +110,12 @@ class Pool:
         for worker in self.workers:
             worker.process.kill()
             worker.process.join()
-        self.workers, self.group, self.runs = [], (0, ""), 0
+        self.workers = []
+        self.group = (0, "")
+        self.runs = 0
 
     def close(self) -> None:
-        """Let the workers end by themselves, and clean up."""
+        """End the workers, and remove all files."""
         for worker in self.workers:
             worker.connection.send_bytes(b"")
         for worker in self.workers:
@@ -128,7 +136,7 @@ class Pool:
 
 
 def collect(workers: list[Worker], timeout: float) -> dict[int, tuple[bool, Any]]:
-    """Each rank's (succeeded, result or traceback), in order of arrival; ranks that did not answer are missing."""
+    """Return each rank's (succeeded, result or traceback) in order of arrival, without ranks that did not answer."""
     answers: dict[int, tuple[bool, Any]] = {}
     ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout
@@ -150,9 +158,9 @@ def receive(worker: Worker) -> tuple[bool, Any]:
 
 
 def describe_failure(workers: list[Worker], answers: dict[int, tuple[bool, Any]]) -> str:
-    """The first failure; or, if there is only silence, what the silent ranks are doing.
+    """Return the first failure or, if some ranks did not answer and none failed, the stacks of these.
 
-    A death comes first whenever it was noticed: peers may report their lost connections before it.
+    A dead rank counts as the first failure, although others may have reported their lost connections before.
     """
     failed = [rank for rank, (succeeded, _) in answers.items() if not succeeded]
     if failed:
@@ -164,19 +172,21 @@ def describe_failure(workers: list[Worker], answers: dict[int, tuple[bool, Any]]
 
 
 def stack_of(worker: Worker) -> str:
-    """What it is doing: all that it writes, which is all there once half a second has brought nothing more."""
+    """Make a worker write its stack, and return it once it has not grown for half a second."""
     os.kill(worker.process.pid, signal.SIGUSR1)
-    deadline, text = time.monotonic() + 30, ""
+    deadline = time.monotonic() + 30
+    text = ""
     while time.monotonic() < deadline:
         time.sleep(0.5)
-        before, text = text, worker.stacks.read_text()
+        before = text
+        text = worker.stacks.read_text()
         if text and text == before:
             break
     return text
 
 
 def work(rank: int, connection: Connection, stacks: Path) -> None:
-    """The life of a worker process: answer tasks until an empty one comes."""
+    """Run a worker process: answer tasks until an empty one comes."""
     torch.set_num_threads(1)
     share_gloo_threads()
     faulthandler.register(signal.SIGUSR1, stacks.open("w"))
@@ -187,61 +197,69 @@ def work(rank: int, connection: Connection, stacks: Path) -> None:
             if group != joined:
                 join(rank, *group)
                 joined = group
-            torch.manual_seed(0)  # whatever ran here before
+            torch.manual_seed(0)
             answer = pack((True, function(*args)))
-        except BaseException:  # DCP's CheckpointException and pytest's Failed are no Exceptions
+        # DCP's CheckpointException and pytest's Failed are not subclasses of Exception
+        except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
-    os._exit(0)  # a normal exit after FSDP has run now and then aborts
+    # a normal exit sometimes aborts after FSDP has run
+    os._exit(0)
 
 
 def share_gloo_threads() -> None:
-    """One thread polls all groups' sockets, where torch gives each group its own: a hundred of them take a core."""
+    """Make all groups share one thread that polls sockets; with one per group, a hundred would use up a core."""
     device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
     class Gloo(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
             options = dist.ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [device], 1, timeout
+            options._devices = [device]
+            options._threads = 1
+            options._timeout = timeout
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = Gloo
 
 
 def join(rank: int, world_size: int, store: str) -> None:
-    """Leave the process group of earlier runs and make a new one, with the environment that torchrun would have set."""
+    """Replace the process group of earlier runs by a new one, with torchrun's environment variables."""
     if dist.is_initialized():
-        torch.compiler.reset()  # compiled blocks hold groups too
+        # compiled blocks hold groups too
+        torch.compiler.reset()
         gc.collect()
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # DTensor takes meshes of the same shape for the same, even old ones
+        # DTensor's cache does not distinguish meshes of old groups
+        _clear_sharding_prop_cache()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    store, timeout = dist.FileStore(store, world_size), timedelta(seconds=PATIENCE)
+    store = dist.FileStore(store, world_size)
+    timeout = timedelta(seconds=PATIENCE)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
 
 
-# ------------------------------------------------------------------------------------------------------ sharded results
+# --- sharded results
 
 
 @dataclass
 class Part:
-    """What a rank has of a DTensor: `whole[slices]`."""
+    """A rank's part of a DTensor: `whole[slices]`."""
 
     values: Tensor
     slices: tuple[slice, ...]
-    shape: torch.Size  # of the whole
+    # of the whole tensor
+    shape: torch.Size
 
 
 def part_of(tensor: DTensor) -> Part:
-    """A copy."""
+    """Return a copy of this rank's part."""
     values, slices = local_shard(tensor)
     return Part(values.detach().clone(), slices, tensor.shape)
 
 
 class Packer(pickle.Pickler):
-    """Sends this rank's parts of DTensors."""
+    """A pickler that replaces DTensors by this rank's parts."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -256,9 +274,10 @@ def pack(value: Any) -> bytes:
 
 
 def assemble(results: list[Any]) -> list[Any]:
-    """The ranks' results with whole tensors instead of parts: those at the same place in all ranks' results are one.
+    """Return the ranks' results with full tensors in place of parts.
 
-    Where ranks have the same elements, these must be equal to the bit.
+    Parts at the same place in the ranks' results belong to one tensor. Elements that several ranks have must be bitwise
+    equal.
     """
     flat = [tree_flatten_with_path(result) for result in results]
     wholes: dict[KeyPath, Tensor] = {}
@@ -272,6 +291,7 @@ def assemble(results: list[Any]) -> list[Any]:
 
 
 def add_part(wholes: dict[KeyPath, Tensor], path: KeyPath, part: Part) -> None:
+    """Copy a part into the full tensor at `path`."""
     if path not in wholes:
         wholes[path] = torch.full(part.shape, float("nan"), dtype=part.values.dtype)
     place = wholes[path][part.slices]

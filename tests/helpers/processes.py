@@ -1,6 +1,6 @@
-"""Processes that a test starts: they have a shell's signals, and end with the test, if not before.
+"""Start processes that end with their test, among them ranks that a test can kill.
 
-Among them ranks that a test may kill; most are forks of the pool's server.
+They have default signal handlers. Most are forked from the pool's server.
 """
 
 import os
@@ -15,13 +15,14 @@ from typing import Any
 
 from tests.helpers.pool import SERVER
 
-# seconds in which the ranks that are left must have ended: only against waiting for ever
+# seconds in which remaining ranks must end
 LIMIT = 120
-STARTED = []  # by the test that runs now
+# processes of the running test
+STARTED = []
 
 
 def start_server() -> None:
-    """From then on processes start within milliseconds."""
+    """Start the server, after which processes start within milliseconds."""
     fork(os.getpid).join()
 
 
@@ -46,14 +47,14 @@ def popen(words: list, **options: Any) -> subprocess.Popen:
 
 
 def default_signals() -> None:
-    """Heed signals that nohup, or a shell that starts tests in the background, has let this process ignore."""
+    """Restore signal handlers that nohup, or a shell that runs tests in the background, has disabled."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 def end_started() -> None:
-    """End what the test has left running, after a moment in which torchrun may end its ranks."""
+    """End processes that the test has left running; torchrun gets time to end its ranks."""
     while STARTED:
         process = STARTED.pop()
         if isinstance(process, subprocess.Popen):
@@ -64,7 +65,8 @@ def end_started() -> None:
 
 
 def end_program(program: subprocess.Popen) -> None:
-    with program:  # which closes its pipes
+    # `with` closes its pipes
+    with program:
         program.terminate()
         with suppress(subprocess.TimeoutExpired):
             program.wait(10)
@@ -72,9 +74,9 @@ def end_program(program: subprocess.Popen) -> None:
 
 
 def reserved_port() -> socket.socket:
-    """A socket whose port nobody else is given while it is open; a server that reuses addresses can listen on it.
+    """Return a socket that reserves a port: a server that reuses addresses can listen on it, but nobody else gets it.
 
-    A port that is only known to have been free may be another test's by the time that rank 0 listens on it.
+    A port that merely was free may be taken by another test before rank 0 listens on it.
     """
     dual = socket.has_dualstack_ipv6()
     holder = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
@@ -88,9 +90,9 @@ def reserved_port() -> socket.socket:
 def rank_main(
     function: Callable, args: tuple, rank: int, world: int, port: int, log: Path, watched
 ) -> None:
-    """The life of a process: `function(*args)` in the environment that torchrun would have made, by way of cli.run.
+    """Run a rank's process: `function(*args)` through cli.run, with torchrun's environment variables.
 
-    watched: a semaphore to release when this rank's group is up and watched over.
+    watched: a semaphore to release when the rank's group is up and watched.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -108,13 +110,13 @@ def rank_main(
 
 
 class Ranks:
-    """`function(*args)` on so many ranks; what they print is appended to the file `log`."""
+    """Processes that run `function(*args)` as ranks; their output is appended to the file `log`."""
 
     def __init__(self, world: int, log: Path, function: Callable, *args: Any):
         start_server()
-        # no events: whoever is killed while setting one keeps its lock for ever
         self.port = reserved_port()
         self.log = log
+        # not events, whose lock would stay locked if a process is killed while it sets one
         self.watched = [SERVER.Semaphore(0) for _ in range(world)]
         port = self.port.getsockname()[1]
         self.processes = [
@@ -123,7 +125,7 @@ class Ranks:
         ]
 
     def wait(self, seconds: float) -> bool:
-        """Have all ended within so many seconds?"""
+        """Return True if all ranks end within this time."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
@@ -137,15 +139,14 @@ class Ranks:
             os.kill(self.processes[rank].pid, number)
 
     def kill(self, rank: int) -> float:
-        """SIGKILL for one rank; returns the seconds until the others have ended."""
+        """Kill one rank by SIGKILL; return the seconds until the others have ended."""
         began = time.monotonic()
         self.send(rank, signal.SIGKILL)
         self.processes[rank].join()
         if not all(watched.get_value() for watched in self.watched):
+            # as torchrun does, because ranks that have not met would wait for each other
             for other in range(len(self.processes)):
-                self.send(
-                    other, signal.SIGTERM
-                )  # as torchrun does: ranks that do not know each other wait for long
+                self.send(other, signal.SIGTERM)
         ended = self.wait(LIMIT)
         for process in self.processes:
             process.kill()

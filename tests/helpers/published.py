@@ -1,4 +1,4 @@
-"""The published rows, by their ids, and what was published for single GPUs, by model."""
+"""Load the published rows by their ids, and the published figures of single GPUs by model."""
 
 from pathlib import Path
 

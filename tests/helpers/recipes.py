@@ -1,9 +1,9 @@
-"""What tests give the recipes of configs/train: models, tokenizers and rewards, in place of those of the hub."""
+"""Stand-ins for the models, tokenizers and rewards that the recipes in configs/train download."""
 
 SHORT_ANSWER = "def reward(response, answer, row):\n    return float(answer in response) - len(response) / 1000\n"
 
 
-# settings with which a recipe is valid at full size, without its download
+# recipe -> settings that make it valid at full size without downloads
 STAND_INS = {
     "sft-chats": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
     "lora-8b-24gb": ["model=llama3.1-8b", "data.tokenizer=bytes"],

@@ -1,4 +1,4 @@
-"""Train on some ranks, save, and go on in another layout."""
+"""Train in one layout, save, and continue in another."""
 
 import torch
 
@@ -27,7 +27,7 @@ def make(tree):
 
 
 def train(tree, folder, until, asynchronous=False):
-    """Resume from `folder`, train to step `until`, save; returns the losses by step and the final state in full."""
+    """Resume from `folder`, train to step `until`, save; return the losses by step and the full final state."""
     config, meshes, model, optimizer = make(tree)
     checkpointer = Checkpointer(folder, keep=2, asynchronous=asynchronous)
     first = (checkpointer.load(model, optimizer) or {"step": 0})["step"]

@@ -1,4 +1,4 @@
-"""Tiny models to sample from, and what they must say: computed without caches, pages or graphs."""
+"""Make tiny models to sample from, and compute what they must generate, without caches, pages or graphs."""
 
 import torch
 
@@ -14,8 +14,10 @@ NEW = 10
 
 
 def make(name: str, seed: int = 0, **fields) -> Decoder:
-    """A tiny twin with no parameter at a value that would hide it, with logits that are not all alike, and without an
-    end of its own, so that samples have the lengths that tests ask for."""
+    """Return a tiny twin with random parameters, and without an end-of-text token.
+
+    No parameter has a value that would hide it, logits differ, and samples have the lengths that tests ask for.
+    """
     torch.manual_seed(seed)
     model = Decoder(
         model_config(f"{name}-tiny", **{"eos_token_id": None} | fields)
@@ -50,7 +52,7 @@ def trainer_logprobs(
 
 
 def check_books(pages: Pages, owned: list[list[int]]):
-    """Every page is unused, idle or owned, and its count is that of its owners."""
+    """Check that every page is free, evictable or owned, and that its ref count is its number of owners."""
     counts = [0] * pages.count
     for each in owned:
         for page in each:
@@ -70,7 +72,7 @@ def check_books(pages: Pages, owned: list[list[int]]):
 
 
 class Counter:
-    """A backend of the compiler that runs graphs as they are."""
+    """A backend of torch.compile that counts graphs and runs them uncompiled."""
 
     def __init__(self):
         self.graphs = 0

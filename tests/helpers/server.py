@@ -1,4 +1,4 @@
-"""What the server of processes imports before it forks any: they find it there, and none of it is garbage to them."""
+"""Import what tests need, in the server that forks their processes, and exclude it from garbage collection."""
 
 import gc
 from contextlib import suppress
@@ -10,7 +10,7 @@ for name in (
     "tests.helpers.grpo",
     "minitrain.train",
     "minitrain.commands.bench",
-    # what commands import once they know what to do
+    # imported by commands when they need it
     "minitrain.bench.measure_sampling",
     "minitrain.bench.shrink",
     "minitrain.simulator.predict",
@@ -21,7 +21,8 @@ for name in (
     "torch.distributed.checkpoint",
     "transformers",
 ):
-    with suppress(ModuleNotFoundError):  # most tests do without transformers
+    # most tests do not need transformers
+    with suppress(ModuleNotFoundError):
         import_module(name)
 gc.freeze()
 gc.enable()

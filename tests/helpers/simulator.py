@@ -1,11 +1,11 @@
-"""A machine whose rates are 1, so that times can be told in the head, and a policy to simulate."""
+"""A machine whose rates are 1, so that tests can state times, and a GRPO config to simulate."""
 
 from dataclasses import replace
 
 from minitrain.run.config.load import from_dict
 from minitrain.simulator.timeline import Attention, System
 
-# A byte, or a FLOP, takes a second, on wires half; nothing else costs anything
+# a byte or a FLOP takes a second, a byte between GPUs half; all else is free
 PLAIN = Attention(forward=1, backward=0.5, narrow=0.25, start=0)
 
 SECOND = System(
@@ -50,6 +50,6 @@ POLICY = {
 
 
 def policy(rollout=(), grpo=(), **changes):
-    """Two updates of four responses of 12 tokens to prompts of 8, on 8 GPUs in pairs."""
+    """Return a config with two updates of four responses of 12 tokens to prompts of 8, on 8 GPUs with tp=2."""
     sections = {"rollout": POLICY["rollout"] | dict(rollout), "grpo": POLICY["grpo"] | dict(grpo)}
     return from_dict(POLICY | sections | changes)

@@ -1,4 +1,4 @@
-"""A tiny Wan pipeline in files, with clips and captions."""
+"""Write a tiny Wan pipeline, with videos and captions."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "square", "&", "blue"]
 
 
 def write_pipeline(folder: Path) -> Path:
-    """Write vae, text_encoder, tokenizer, transformer, and videos with their captions; return the folder."""
+    """Write vae, text_encoder, tokenizer, transformer, and videos with captions; return the folder."""
     torch.manual_seed(0)
     way = {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     AutoencoderKLWan(**way).save_pretrained(folder / "vae")

@@ -1,4 +1,4 @@
-"""Tiny Wan models, and diffusers' of the same shape."""
+"""Make tiny Wan models, ours and diffusers', with the same weights."""
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -26,7 +26,7 @@ CONFIGS = {
 
 
 def diffusers_twin(config: WanConfig, seed: int = 0) -> WanTransformer3DModel:
-    """diffusers' model of the same shape, every parameter random, norms and biases too, so that swaps show."""
+    """Return diffusers' model with random parameters, including norms and biases, so that swapped ones are noticed."""
     image = (
         dict(image_dim=config.image_dim, added_kv_proj_dim=config.dim) if config.image_dim else {}
     )
@@ -41,7 +41,9 @@ def diffusers_twin(config: WanConfig, seed: int = 0) -> WanTransformer3DModel:
 
 
 def pair(kind: str) -> tuple[WanTransformer3DModel, Wan]:
-    theirs, ours = diffusers_twin(CONFIGS[kind]), Wan(CONFIGS[kind])
+    """Return diffusers' model and ours, with the same weights."""
+    theirs = diffusers_twin(CONFIGS[kind])
+    ours = Wan(CONFIGS[kind])
     ours.load_state_dict(rename_to_ours(theirs.state_dict(), ours.state_dict()))
     return theirs, ours
 
@@ -49,7 +51,7 @@ def pair(kind: str) -> tuple[WanTransformer3DModel, Wan]:
 def inputs(
     config: WanConfig, batch: int = 2, grid=(3, 6, 10), seed: int = 1
 ) -> dict[str, torch.Tensor]:
-    """diffusers tells image from text tokens by counting 512 of the latter, in image-to-video models."""
+    """Return random inputs. Image-to-video models get 512 text tokens, as diffusers expects, which splits there."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     values = dict(

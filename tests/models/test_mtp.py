@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers.modeling_layers import MtpModel
 
-from minitrain import load_pretrained
+from minitrain import load_pretrained, train
 from minitrain.formats.hf import find_weights, load_weights, read_config, save_pretrained
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.models.decoder import Decoder
@@ -32,6 +32,7 @@ from tests.helpers.hf_models import (
     reload,
 )
 from tests.helpers.oracle import packed_batch
+from tests.helpers.training import logged
 
 DEPTHS = 2
 TREE = {
@@ -132,7 +133,7 @@ def test_loss_and_gradients_are_those_of_a_naive_one(name, fields):
         assert (mine - other).norm() <= 2e-5 * other.norm(), name
     # what is reported is next-token prediction alone
     assert loss.item() == pytest.approx(head.item(), rel=1e-5)
-    metrics = objective.metrics(lambda x: x)
+    metrics = logged(objective)
     assert metrics["mtp_loss"] == pytest.approx((sums[:, 0] / sums[:, 1]).mean().item(), rel=1e-5)
     assert "mtp_acceptance" not in metrics
 
@@ -362,3 +363,32 @@ def test_grpo_with_means_over_responses_is_refused():
     }
     refused(partial(from_dict, tree), "grpo.aggregation=sequence", "mtp_weight=0")
     from_dict(tree | {"mtp_weight": 0.0})
+
+
+def test_a_run_logs_them_and_goes_on_exactly(tmp_path):
+    """With averages of the weights, by which it validates, and which it writes."""
+    tree = {
+        "model": {"name": "llama3-8b-tiny", "num_layers": 1, "num_nextn_predict_layers": 1},
+        "batch": {"global": 2, "micro": 1, "seq_len": 16},
+        "optim": {"ema": 0.5, "lr": 0.01},
+        "validation": {"every": 2, "batches": 1},
+        "device": "cpu",
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    logs, written = [], []
+    for name, stops in (("whole", [4]), ("stopped", [2, 4])):
+        for steps in stops:
+            words = [f"out_dir={tmp_path / name}", f"steps={steps}"]
+            train.main(["--config", str(tmp_path / "run.yaml"), *words])
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        logs.append([json.loads(line) for line in lines])
+        written.append(load_pretrained(tmp_path / name))
+    keys = ("loss", "mtp_loss", "val_loss", "val_mtp_loss", "val_mtp_acceptance")
+    found, resumed = ([[line.get(key) for key in keys] for line in log] for log in logs)
+    assert found == resumed and len(found) == 4
+    for step, (loss, further, *held_out) in enumerate(found, 1):
+        assert 0 < further != loss
+        assert (None in held_out) == (step % 2 > 0)
+    assert written[0].config.num_nextn_predict_layers == 1
+    for name, tensor in written[0].state_dict().items():
+        assert torch.equal(written[1].state_dict()[name], tensor), name

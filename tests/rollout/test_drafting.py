@@ -210,6 +210,31 @@ def test_drafts_that_are_always_right_or_never(name, monkeypatch):
     assert steps == [3, 13] and drafts[0] >= 20 and drafts[1] == 0
 
 
+@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
+def test_a_sample_that_stops_amid_a_step_is_resumed(name, monkeypatch):
+    """Behind other tokens than those that were accepted after its end, of which states know."""
+    model, (prompt,) = make(name).double(), prompts_of((9,))
+    (whole,), _ = generate(model, [prompt], SamplingParams(0, max_tokens=14), **ROOMY)
+    end = next(i for i in range(5, 10) if whole.tokens[i] not in whole.tokens[:i])
+    guesses = property(lambda sample: whole.tokens[len(sample.produced) :][:3])
+    guesses = guesses.setter(lambda sample, value: None)
+    params = SamplingParams(0, max_tokens=30, stop_tokens=(whole.tokens[end],))
+    found = []
+    for draft in (None, draft_for(model)):
+        sampler = Sampler(model, settings=Rollout(**ROOMY), draft=draft)
+        with monkeypatch.context() as patch:
+            if draft:
+                patch.setattr(Sample, "drafts", guesses, raising=False)
+            (sample,) = sampler.submit(prompt, params, keep=True)
+            while sampler.busy:
+                sampler.step()
+        after = sampler.resume(sample, [5, 6, 7])
+        while sampler.busy:
+            sampler.step()
+        found.append((sample.produced, after.produced))
+    assert found[0] == found[1] and found[0][0] == whole.tokens[: end + 1]
+
+
 def test_a_draft_model_that_is_the_model():
     """All is accepted, also when one prompt is in the cache, and another took its pages back."""
     model, prompts = make("qwen3-32b").double(), prompts_of((21, 9))

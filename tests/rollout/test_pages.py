@@ -1,6 +1,7 @@
 """The page allocator and the scheduler under random schedules, on a pool that remembers what was written to it."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -134,8 +135,12 @@ def test_a_request_that_fills_the_pool_is_finished():
     assert not scheduler.busy
 
 
-def run_scheduler(seed: int) -> None:
-    """Random requests, arrivals, cancellations and pools; every sample must end with the tokens it would have alone."""
+def run_scheduler(seed: int, turns: int = 0) -> Counter:
+    """Random requests, arrivals, cancellations and pools; every sample must end with the tokens it would have alone.
+
+    turns: samples stop at zeros, and so often go on behind given tokens, some time later. Returns how often samples
+    were preempted, and of those that went on, how many had kept all their pages, and how many had lost them.
+    """
     rng = random.Random(seed)
     size, rows, steps, reuse = (
         rng.randint(1, 4),
@@ -146,7 +151,8 @@ def run_scheduler(seed: int) -> None:
     pages = Pages(rng.randint(16 // size, 40 // size), size)
     scheduler = Scheduler(pages, rows, rng.randint(1, 12), steps, reuse)
     pool, states, samples, cancelled = Pool(pages), [()] * (rows + 1), [], set()
-    requests = rng.randint(1, 4)
+    requests, counts = rng.randint(1, 4), Counter()
+    stopped, turn = [], Counter()
 
     def next_token(sample, place):
         return (sample.key * 31 + place * 7 + sample.prompt[0]) % 3
@@ -154,7 +160,10 @@ def run_scheduler(seed: int) -> None:
     def submit():
         prompt, n = [rng.randrange(2) for _ in range(rng.randint(1, 9))], rng.randint(1, 4)
         limit = len(prompt) + rng.randint(1, 6)
-        new = [Sample(prompt, SamplingParams(), rng.randrange(9), limit) for _ in range(n)]
+        new = [
+            Sample(prompt, SamplingParams(), rng.randrange(9), limit, keeps=bool(turns))
+            for _ in range(n)
+        ]
         scheduler.submit(new)
         samples.extend(new)
 
@@ -171,14 +180,38 @@ def run_scheduler(seed: int) -> None:
         new = tokens[len(sample.prompt) + len(sample.produced) :][
             : sample.limit - len(sample.tokens)
         ]
-        done = len(sample.tokens) + len(new) == sample.limit
-        scheduler.decoded(sample, new, [0.0] * len(new), "length" if done else None)
+        done = "length" if len(sample.tokens) + len(new) == sample.limit else None
+        if turn[id(sample)] < turns and 0 in new:
+            new, done = new[: new.index(0) + 1], "stop"
+            stopped.append(sample)
+        scheduler.decoded(sample, new, [0.0] * len(new), done)
 
-    for _ in range(2000):
+    def after_cached(sample):
+        return next(each.cached for each in scheduler.waiting if each.samples == [sample])
+
+    def resume(sample):
+        given = [rng.randrange(2) for _ in range(rng.randint(1, 4))]
+        prompt = sample.tokens + given
+        limit = min(len(prompt) + 3, pages.count * size + 1)
+        if limit <= len(prompt):
+            return scheduler.cancel(sample)
+        after = Sample(prompt, sample.params, sample.key, limit, sample.arrival)
+        after.keeps = True
+        kept = sample in scheduler.held
+        counts["kept" if kept else "lost"] += 1
+        cached = sample.cached
+        scheduler.resume(sample, after)
+        assert after_cached(after) == cached == (len(sample.tokens) - 1 if kept else 0)
+        turn[id(after)] = turn[id(sample)] + 1
+        samples.append(after)
+
+    for _ in range(4000):
+        if stopped and (not scheduler.busy or rng.random() < 0.2):
+            resume(stopped.pop(rng.randrange(len(stopped))))
         if requests and (not scheduler.busy or rng.random() < 0.3):
             submit()
             requests -= 1
-        if not scheduler.busy:
+        if not scheduler.busy and not stopped:
             break
         work = scheduler.schedule()
         for source, target in work.page_copies:
@@ -199,22 +232,32 @@ def run_scheduler(seed: int) -> None:
             victim = rng.choice(samples)
             scheduler.cancel(victim)
             cancelled |= {id(victim)} if victim.finish_reason == "cancelled" else set()
-        resident = [each.pages for each in (*scheduler.resident, *scheduler.running)]
-        check_books(pages, resident)
-    assert not scheduler.busy and not requests
+            stopped[:] = [sample for sample in stopped if sample is not victim]
+        owned = (*scheduler.waiting, *scheduler.running, *scheduler.held)
+        check_books(pages, [each.pages for each in owned])
+    assert scheduler.idle and not requests
     assert pages.available == pages.count and sorted(scheduler.slots) == list(range(rows + 1))
     for sample in samples:
         expected = [
             next_token(sample, place) for place in range(len(sample.prompt), sample.limit)
         ]
-        whole = id(sample) not in cancelled
-        assert sample.produced == (expected if whole else expected[: len(sample.produced)])
-        assert sample.finish_reason == ("length" if whole else "cancelled")
-    return scheduler.preemptions
+        end = "length"
+        if turn[id(sample)] < turns and 0 in expected:
+            expected, end = expected[: expected.index(0) + 1], "stop"
+        if id(sample) in cancelled:
+            expected, end = expected[: len(sample.produced)], "cancelled"
+        assert sample.produced == expected and sample.finish_reason == end
+    return counts + Counter(preemptions=scheduler.preemptions)
 
 
 def test_schedules_lose_nothing():
-    assert sum(run_scheduler(seed) for seed in range(400)) > 100  # interruptions
+    counts = sum((run_scheduler(seed) for seed in range(400)), Counter())
+    assert counts["preemptions"] > 100
+
+
+def test_schedules_lose_nothing_of_samples_that_stop_and_go_on():
+    counts = sum((run_scheduler(seed, turns=2) for seed in range(400)), Counter())
+    assert min(counts["preemptions"], counts["kept"], counts["lost"]) > 100, counts
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers():

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import ZOO, model_config
+from minitrain.run.config.load import from_dict
 from minitrain.run.monitor.flops import (
     Convention,
     Work,
@@ -23,6 +25,7 @@ from minitrain.run.monitor.flops import (
     lora_weights,
     nemo_pretrain,
     nemo_squad,
+    step_flops,
 )
 from minitrain.settings import TARGETS
 from minitrain.training.build import initialize
@@ -356,6 +359,29 @@ def test_a_depth_of_multi_token_prediction():
     assert further.weights - plain.weights == attention + experts + 2 * h * h + 129280 * h
     assert further.routers - plain.routers == 256 * h
     assert further.attention - plain.attention == plain.attention / 61
+
+
+@pytest.mark.parametrize(
+    ("tree", "length"),
+    [({}, 1024), ({"task": "grpo", "data": {"template": "plain"}}, 4)],
+    ids=str,
+)
+def test_depths_count_where_they_are_trained(tree, length):
+    """Of a GRPO step in training alone: the other forward passes are of the model without them."""
+    model = {"name": "llama3-8b-tiny", "vocab_size": 258}
+    found = []
+    for depths, weight in ((0, 0.1), (1, 0.1), (1, 0.0)):
+        fields = model | {"num_nextn_predict_layers": depths}
+        config = from_dict(tree | {"model": fields, "mtp_weight": weight})
+        # of 128 responses, as many as a step of GRPO has
+        found.append(step_flops(config, None if tree else open_dataset(config)[0])(128 * 4))
+    plain, trained, frozen = found
+    before, after = (
+        flops_per_token(model_config(**model, num_nextn_predict_layers=depths), length, clean)
+        for depths in (0, 1)
+    )
+    assert plain == frozen < trained
+    assert trained - plain == pytest.approx(after - before)
 
 
 def test_of_a_hybrids_layers_only_attention_has_a_window():

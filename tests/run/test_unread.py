@@ -6,8 +6,11 @@ import typing
 import pytest
 import torch
 
+from minitrain.bench.rows import load_row, row_trees
+from minitrain.commands import bench
 from minitrain.data.datasets import open_dataset
 from minitrain.run.config import load as configs
+from minitrain.run.config.recipes import CONFIGS
 from minitrain.run.config.unread import READERS, unread
 from minitrain.run.launch.start import fill_weights, start
 from minitrain.settings import Config, Lora, Source
@@ -191,3 +194,20 @@ def test_what_is_told_changes_nothing(pool, tree):
     (found,) = pool.run(1, weights_after, changed)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_bench_notes_what_nothing_reads_once(capsys):
+    tiny = ["model=llama3-8b-tiny", "batch.seq_len=64", "optim.decay=0.5", "rollout.chunk=64"]
+    bench.main(["--dry-run", "--config", "quickstart", "quickstart", *tiny])
+    notes = [line for line in capsys.readouterr().err.splitlines() if "nothing reads" in line]
+    assert notes == [
+        "note: nothing reads optim.decay=0.5, which is for optim.schedule=wsd",
+        "note: nothing reads rollout.chunk=64, which is for task=grpo",
+    ]
+
+
+def test_every_setting_of_a_row_is_read():
+    for name in row_trees():
+        sampled = name.endswith(("decode-8b", "generate-42m"))
+        config = load_row(CONFIGS / f"{name}.yaml", [])[1]
+        assert not list(unread(config, ("rollout", "grpo") if sampled else ()))

@@ -16,6 +16,7 @@ from minitrain.models.zoo import model_config
 from minitrain.settings import Diffusion
 from minitrain.training.flow import FlowMatching, Noised
 from minitrain.training.sigmas import check_diffusion, loss_weight, sigma_from_uniform
+from tests.helpers.training import logged
 
 EVEN = (
     torch.arange(4000, dtype=torch.float64) + 0.5
@@ -336,7 +337,7 @@ def test_an_image_counts_as_much_as_a_video_or_by_its_size():
         )
         loss.backward()
         torch.testing.assert_close(velocity.grad, -2 * (shares * means).sum())
-        assert objective.metrics(lambda totals: totals)["video_tokens"] == 68
+        assert logged(objective)["video_tokens"] == 68
 
 
 @pytest.mark.parametrize("reduction, size", [("sample", 1), ("element", 16)])
@@ -353,7 +354,7 @@ def test_loss_by_quartile_of_sigma(reduction, size):
 
     for part in (slice(0, 1), slice(1, 4)):
         objective.loss(still, {key: value[part] for key, value in batch.items()})
-    numbers = objective.metrics(lambda totals: totals)
+    numbers = logged(objective)
     assert numbers.keys() == {"loss_sigma_q2", "loss_sigma_q4", "video_tokens"}
     assert numbers["video_tokens"] == 4 * 16 / 4
     assert numbers["loss_sigma_q2"] == pytest.approx(errors[[0, 1, 3]].mean().item(), rel=1e-5)

@@ -1,5 +1,6 @@
 """What the training loop does besides steps: evaluation, trial steps, and pictures that one rank writes."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,6 +20,7 @@ from minitrain.training.loop import Trainer, set_token_counts, to_device, traini
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import rows
 from tests.helpers.commands import ROOT
+from tests.helpers.oracle import copies
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 128},
@@ -114,14 +116,15 @@ def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):
         return {"loss": torch.tensor(1.0), "grad_norm": torch.tensor(1.0)}
 
     monkeypatch.setattr(
-        "minitrain.training.loop.time", SimpleNamespace(perf_counter=lambda: clock[0])
+        "minitrain.training.stopwatch.time", SimpleNamespace(perf_counter=lambda: clock[0])
     )
     trainer = SimpleNamespace(
         config=configs.from_dict(TREE | {"steps": 3}),
         step=step,
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
-        total=None,
-        objective=SimpleNamespace(metrics=lambda total: {}),
+        objective=None,
+        device=torch.device("cpu"),
+        runs_ahead=False,
     )
     found = []
     for numbers in training_steps(trainer, None, start=1, seen=4 * 16):
@@ -130,6 +133,70 @@ def test_what_happens_between_steps_is_none_of_their_time(monkeypatch):
             [numbers[name] for name in ("step", "tokens", "step_time_s", "tokens_per_sec")]
         )
     assert found == [[2, 2 * 4 * 16, 2, 4 * 16 / 2], [3, 3 * 4 * 16, 2, 4 * 16 / 2]]
+
+
+class Counting(LanguageModeling):
+    """Language modeling that also tells how many tokens each step had."""
+
+    def loss(self, model, batch):
+        self.tokens = getattr(self, "tokens", 0) + batch["tokens"].numel()
+        return super().loss(model, batch)
+
+    def sums(self):
+        sums = torch.tensor([[self.tokens, 2.0**-70]])
+        self.tokens = 0
+        return sums
+
+    def metrics(self, sums):
+        return {"counted": sums[0][0], "small": sums[0][1]}
+
+
+def steps_and_weights(ahead: bool, stays=lambda step: True, broken: int = -1):
+    """What happens, in order; the numbers of each step, without times; the weights where these stay."""
+    config = configs.from_dict(TREE | {"steps": 6, "optim": {"lr": 0.1, "warmup": 3}})
+    trainer, data = Trainer(config, start(config), Counting()), Mock(16, 128, seed=0, split=0)
+    events, numbers, weights, step = [], [], {}, trainer.step
+
+    def launch(dataset, number):
+        events.append(f"launch {number + 1}")
+        if number + 1 == broken:
+            raise ValueError("broken")
+        return step(dataset, number)
+
+    asynchronous = mock.patch.object(Trainer, "runs_ahead", ahead)
+    with asynchronous, mock.patch.object(trainer, "step", launch), suppress(ValueError):
+        for line in training_steps(trainer, data, 0, 0, stays):
+            events.append(f"read {line['step']}")
+            numbers.append(
+                {key: x for key, x in line.items() if not key.endswith(("_s", "_sec"))}
+            )
+            if stays(line["step"]):
+                weights[line["step"]] = copies(trainer.model.named_parameters())
+    return events, numbers, weights
+
+
+def test_a_device_has_its_next_step_before_the_host_reads_the_numbers_of_this_one():
+    """Where somebody needs the weights as after a step, nothing is launched before."""
+    stays = (3, 6).__contains__
+    events, numbers, weights = steps_and_weights(True, stays)
+    assert events == [
+        *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3"),
+        *("launch 4", "launch 5", "read 4", "launch 6", "read 5", "read 6"),
+    ]
+    plain, expected, after = steps_and_weights(False)
+    assert plain == [f"{what} {n}" for n in range(1, 7) for what in ("launch", "read")]
+    assert numbers == expected and len(numbers) == 6
+    assert {line["small"] for line in numbers} == {2.0**-70} and numbers[1]["counted"] == 64
+    for step, tensors in weights.items():
+        assert tensors.keys() == after[step].keys()
+        assert all(torch.equal(tensors[name], after[step][name]) for name in tensors)
+    events, numbers, _ = steps_and_weights(True, lambda step: False)
+    assert events[-2:] == ["read 5", "read 6"] and numbers == expected
+
+
+def test_a_step_that_cannot_be_launched_loses_no_numbers_of_the_one_before():
+    events, numbers, _ = steps_and_weights(True, lambda step: False, broken=4)
+    assert events[-3:] == ["read 2", "launch 4", "read 3"] and len(numbers) == 3
 
 
 def test_what_is_due_now_and_then_is_always_due_at_the_end():

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from minitrain.bench.measure import measure
 from minitrain.data.text.text_rows import Mock
+from minitrain.errors import InputError
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
 from minitrain.training.build import build_model
@@ -39,8 +41,15 @@ class Distillation:
             expected = self.teacher(batch["tokens"], head=lambda hidden, *_: hidden)
         return model(batch["tokens"], head=lambda hidden, *_: (hidden - expected).square().sum())
 
-    def metrics(self, sum_over):
-        return {}
+
+def test_numbers_for_the_log_need_the_sums_that_they_are_made_of():
+    config = configs.from_dict(TREE)
+    objective = Distillation()
+    objective.metrics = lambda sum_over: {}
+    with pytest.raises(
+        InputError, match=r"^Distillation has one of the methods sums\(\) and met"
+    ):
+        Trainer(config, start(config), objective)
 
 
 def test_an_objective_makes_its_second_model_before_the_first_step():

@@ -152,7 +152,8 @@ class Rendering:
         for key in chain(shown, *(message.more for message in messages)):
             if not re.search(rf"\b({KEY_PATTERNS.get(key, key)})\b", template.source):
                 raise InputError(
-                    f"{key!r} is not supported by {template.name}: it is not in its text"
+                    f"{key!r} is not supported by {template.name}: it is not in its text "
+                    f"(use a tokenizer whose own template has it, or remove it)"
                 )
         # a template without a developer role gets such a turn as the system's
         if "developer" not in template.source and "system" in template.source:

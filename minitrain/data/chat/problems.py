@@ -32,7 +32,7 @@ from minitrain.data.chat.chats import (
 )
 from minitrain.data.files import find_files, held_out_apart
 from minitrain.data.held_out import split_off
-from minitrain.data.records import Number, Skips, read_records
+from minitrain.data.records import Number, Skips, counted, other_task, read_records
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
 from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located
@@ -59,7 +59,7 @@ class Problems:
     def __init__(self, problems: list[Problem], seed: int, note: str = ""):
         self.problems = problems
         self.seed = seed
-        self.about = f"{len(problems):,} problems{note}"
+        self.about = f"{counted(len(problems), 'problem')}{note}"
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -236,6 +236,8 @@ def answer_of(row: dict, key: str) -> str:
 def usual_name(row: dict, names: Sequence[str], what: str) -> str:
     found = usual_key(row, names)
     if found is None:
+        if other := other_task(row, "dpo", "pretrain"):
+            raise InputError(f"{other} (a problem has a prompt and an answer)")
         known = ", ".join(names)
         raise InputError(f"no {what} (one of {known}; or name its key by grpo.{what}_key)")
     return found

@@ -2,8 +2,8 @@
 
 A text becomes tokens once. With data.cache they go to a file there, from which rows are read: then
 neither texts nor tokens need to fit in memory, only 40 bytes per document. One process writes, the
-others on its machines wait for it. The file is found again by the settings that make it, and by
-size and time of the data's and the tokenizer's files.
+others on its machines wait for it. The file is found again by the settings that make it, by size
+and time of the data's and the tokenizer's files, and by the code that reads them.
 """
 
 import fcntl
@@ -12,6 +12,7 @@ import io
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,22 +30,22 @@ Documents = Iterable[str | Iterator[str]]
 
 @dataclass
 class Corpus:
-    """Spans of tokens, laid end to end. Where a span ends, so does a document.
+    """Spans of tokens, laid end to end. A document ends at the end of each span."""
 
-    stores: token files, or arrays [n]. which, starts, lengths: int64 [spans], the number of the
-    store that has a span, and where. sizes: int64 [spans], in bytes of text; None if unknown.
-    document_end: the id that ends a document inside a span, or -1.
-    """
-
+    # token files, or arrays [n]
     stores: Sequence[TokenFile | np.ndarray]
+    # int64 [spans]: index of the span's store
     which: np.ndarray
+    # int64 [spans]: first token in the store, and number of tokens
     starts: np.ndarray
     lengths: np.ndarray
+    # int64 [spans]: bytes of text; None if unknown
     sizes: np.ndarray | None = None
+    # the id that ends documents within a span, or -1
     document_end: int = -1
 
     def __post_init__(self):
-        # of each span in the corpus, and of what would follow
+        # int64 [spans + 1]: place of each span in the corpus, and the length of the corpus
         self.firsts = np.cumsum(np.append(0, self.lengths))
 
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ class Corpus:
 
     @property
     def predicted(self) -> int:
-        # each document's first token is not predicted
+        """Return the number of tokens that are predicted: all but the first of each document."""
         return len(self) - len(self.lengths)
 
     def select(self, chosen: np.ndarray) -> "Corpus":
@@ -66,9 +67,9 @@ class Corpus:
         )
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens [length + 1] from `start` on, and bool [length], true at documents' ends.
+        """Return tokens [length + 1] from `start` on, and bool [length], true at the ends of documents.
 
-        Where a span ends with the last of them, the tokens are [length].
+        If a span ends after `length` tokens, no further one is returned.
         """
         windows = []
         ends = []
@@ -76,7 +77,7 @@ class Corpus:
             store = self.stores[self.which[number]]
             begin = int(self.starts[number]) + place
             is_last = place + count == self.lengths[number]
-            # and the token that follows, if the span has one
+            # with the token after them, if it is in the same span
             window = store[begin : begin + count + (not is_last)]
             ended = window[:count] == self.document_end
             ended[-1] |= is_last
@@ -143,7 +144,7 @@ def keep_tokens(
 
     made_of: what tells the file from others. skips: gets those of the time when it was written.
     """
-    name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]
+    name = hashlib.sha256(repr((readers_digest(), made_of)).encode()).hexdigest()[:32]
     file = Path(folder, f"{name}.tokens")
     index = file.with_suffix(".npz")
     with refused(f"data.cache={folder} cannot be used"):
@@ -158,6 +159,15 @@ def keep_tokens(
                 np.savez(written, lengths=lengths, sizes=sizes, skipped=skipped)
                 written.rename(index)
         return _read_kept(file, index, token_dtype(tokenizer), skips)
+
+
+@cache
+def readers_digest() -> str:
+    """Return a digest of minitrain/data: another version may make other tokens of the same files."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _read_kept(file: Path, index: Path, dtype: np.dtype, skips: Skips) -> Corpus:

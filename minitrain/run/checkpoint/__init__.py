@@ -1,7 +1,10 @@
-"""Continue a run exactly, from what it has stored.
+"""Store a run's state, and continue the run exactly from it.
 
-Read checkpointer.py first: save, load, resume. checkpoint_state.py says what is stored and whether
-it fits, checkpoint_files.py how it lies on disk and whether it is whole. fingerprint.py notices data,
-code and settings that have changed in between; durable.py writes what survives a power cut. Not
-here: models in Hugging Face layout, which formats/ writes and tasks/exports.py asks for.
+    checkpointer       save, load, resume (read this first)
+    checkpoint_state   the tensors that are stored, and whether they fit a model
+    checkpoint_files   the files of a checkpoint, and whether they are undamaged
+    fingerprint        notice data, code and settings that have changed since the run began
+    durable            write files that survive a power cut
+
+Not here: models in Hugging Face layout, which tasks/exports.py writes through formats/.
 """

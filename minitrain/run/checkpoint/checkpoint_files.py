@@ -1,16 +1,14 @@
-"""Write and check the files of a checkpoint: what it has, whether it is what was written, its index.
+"""Write and check the files of a checkpoint: description, checksums, DCP's index, folders.
 
-`extra.json` is written last and describes the rest: size and CRC-32 of every other file, and its
-own CRC-32. That finds accidents (files cut short, flipped bits, parts that were never copied), not
-forgers: so the names in it are those of regular files in the folder, or it is refused; and DCP's
-index of the parts, `.metadata`, which is a pickle, is read by an unpickler that admits nothing but
-the index, and cannot run code. A file that is missing, or that its disk cannot read, is damaged;
-other failures to read, of a network file system or of too many open files, may pass, and are
-raised.
+`extra.json` is written last. It holds the size and CRC-32 of every other file, and its own CRC-32.
+Checksums find accidents (truncated files, flipped bits, parts that were not copied), not attacks.
+Against these, names in `extra.json` must be those of regular files in the folder, and DCP's index
+`.metadata`, a pickle, is read by an unpickler that allows only the index's classes and cannot run
+code. A file that is missing or unreadable on its disk counts as damaged. Other failures to read, such
+as those of a network or of too many open files, may be temporary, and are raised.
 
-Cost: zlib's CRC-32 takes half a second per gigabyte and core, in every rank for its own part of
-what is saved, read back from the page cache; before loading, all files are read once more, spread
-over the ranks.
+Cost: CRC-32 takes half a second per gigabyte and core. After saving, each rank reads its own part back
+from the page cache; before loading, the ranks share the reading of all files.
 """
 
 import errno
@@ -37,21 +35,22 @@ from minitrain.run.checkpoint.durable import write_synced
 
 DESCRIPTION = "extra.json"
 INDEX = ".metadata"
-# bytes that are read at once
+# bytes per read
 BLOCK = 1 << 22
-# seconds for which a node may go on seeing an older state of a folder on NFS (its acdirmax)
+# seconds for which a node may see an outdated state of a folder on NFS (its acdirmax)
 FILE_PATIENCE = 60.0
+# errors that mean that a file's content is lost
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.EIO)
 
-# a file's size in bytes and CRC-32
+# [size in bytes, CRC-32] of a file
 Sum = list[int]
 
 
 class Damaged(InputError):
-    """A checkpoint's files are not what was written; one before it may be whole."""
+    """A checkpoint's files differ from what was written; an earlier checkpoint may be undamaged."""
 
 
-# -------------------------------------------------------------------------------------- checksums
+# --- checksums
 
 
 def measure(file: Path) -> Sum:
@@ -66,7 +65,7 @@ def measure(file: Path) -> Sum:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Raise Damaged instead of an OSError that says that the file's content is lost."""
+    """Raise Damaged instead of an OSError that means that the file's content is lost."""
     try:
         yield
     except OSError as error:
@@ -76,10 +75,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def size_of(file: Path) -> int:
-    """Return a file's size in bytes.
-
-    Raises Damaged for a file that may never come to an end, such as a pipe or a device.
-    """
+    """Return a file's size in bytes. Raises Damaged for a pipe or a device, which may never end."""
     size = file.stat().st_size
     if not file.is_file():
         raise Damaged(f"{file.name} is not a regular file")
@@ -87,7 +83,7 @@ def size_of(file: Path) -> int:
 
 
 def check_file(file: Path, expected: Sum) -> None:
-    """Raise Damaged if a file is missing or lost, or has another size or content.
+    """Raise Damaged if a file is missing, or has another size or content than expected.
 
     Raises OSError if reading fails otherwise.
     """
@@ -102,9 +98,9 @@ def check_file(file: Path, expected: Sum) -> None:
 
 
 def find_damage(folder: Path, share: int, shares: int) -> str | None:
-    """Return what is wrong with a checkpoint, if anything.
+    """Return what is wrong with a checkpoint's description or files; None if nothing is.
 
-    That is its description, or one of its files share, share + shares, ...
+    Only files number share, share + shares, ... are checked.
     """
     try:
         files = read_description(folder)["files"]
@@ -115,21 +111,18 @@ def find_damage(folder: Path, share: int, shares: int) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------ description
+# --- description
 
 
 def write_description(folder: Path, description: dict) -> None:
-    """Write a checkpoint's description.
-
-    It can be anything that JSON can hold, with `files`: the Sum of each file by its name.
-    """
+    """Write a checkpoint's description as JSON. Its `files` are the Sum of each file by name."""
     write_synced(folder / DESCRIPTION, json.dumps(description | {"crc32": own_sum(description)}))
 
 
 def read_description(folder: Path) -> dict:
-    """Read what `write_description` wrote.
+    """Return what `write_description` wrote.
 
-    Raises Damaged for anything else, and OSError if reading fails.
+    Raises Damaged if it was changed, and OSError if reading fails.
     """
     file = folder / DESCRIPTION
     try:
@@ -147,10 +140,7 @@ def read_description(folder: Path) -> dict:
 
 
 def check_description(optimizer: str, base: str, extra: dict, files: dict[str, Sum]) -> None:
-    """Raise ValueError unless `extra` is an object and `files` is right.
-
-    It must have the Sum of the index and of the files beside it.
-    """
+    """Raise ValueError unless `extra` is an object, and `files` maps the names of files to Sums."""
     if not (isinstance(extra, dict) and isinstance(files, dict) and INDEX in files):
         raise ValueError(f"extra and files must be objects, and files must have {INDEX}")
     for name, value in files.items():
@@ -161,21 +151,20 @@ def check_description(optimizer: str, base: str, extra: dict, files: dict[str, S
 
 
 def own_sum(description: dict) -> int:
+    """Return the CRC-32 of a description."""
     return zlib.crc32(json.dumps(description, sort_keys=True).encode())
 
 
-# ------------------------------------------------------------------------ DCP's reader and writer
+# --- DCP's reader and writer
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer, which knows afterwards what this rank wrote: `files`.
-
-    DCP loses what goes wrong in threads of its own, a full disk for example, and publishes an index
-    without those tensors: so it has none. With copy_ahead it would put copies on a CUDA stream, of whatever
-    device this thread has.
-    """
+    """DCP's writer; afterwards `files` has the names of the files that this rank wrote."""
 
     def __init__(self, folder: Path):
+        # One thread: DCP drops errors of additional threads, such as a full disk, and then writes an
+        # index without their tensors. No copying ahead: it would use a CUDA stream of the device that
+        # is current in this thread
         super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
         self.files: set[str] = set()
 
@@ -183,18 +172,16 @@ class Writer(dcp.FileSystemWriter):
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:
-            # in which torch.save hides what the disk said
+            # torch.save hides the disk's error in it
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         self.files = {part.storage_data.relative_path for part in written.value()}
         return written
 
 
 class IndexedReader(dcp.FileSystemReader):
-    """DCP's reader, with `.metadata` read once and by the strict unpickler.
+    """DCP's reader, which reads `.metadata` once and by the strict unpickler.
 
-    Raises InputError for a hostile one.
-
-    files: those that the checkpoint has.
+    files: the checkpoint's files. Raises InputError if the index names others.
     """
 
     def __init__(self, folder: Path, files: dict[str, Sum]):
@@ -210,6 +197,7 @@ class IndexedReader(dcp.FileSystemReader):
         return self.index
 
 
+# classes and functions that an index may name
 ADMITTED = """
 torch.Size
 torch.serialization._get_layout
@@ -222,22 +210,22 @@ torch.distributed.checkpoint.metadata.TensorProperties
 torch.distributed.checkpoint.metadata.TensorStorageMetadata
 torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
 """
-# _local: in Python 3.13, and in no other
+# Python 3.13, and no other, pickles paths as pathlib._local's
 PATHS = re.compile(r"pathlib(\._local)?\.(Posix|Windows)Path")
 
 
 class IndexUnpickler(pickle.Unpickler):
-    """Admits what an index of tensors consists of, and nothing else.
+    """An unpickler that allows only what an index of tensors consists of.
 
-    It refuses BytesStorageMetadata, too, which DCP would go on to unpickle.
+    It also refuses BytesStorageMetadata, whose content DCP would unpickle.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        # not the class itself, whose attributes a pickle could set, for the whole process
+        # not the class itself, because a pickle could set its attributes
         if PATHS.fullmatch(full):
             return lambda *parts: Path(*parts)
-        # as Python 3.11.2 writes an Enum's member; of nothing else
+        # Python 3.11.2 pickles members of an Enum by getattr; allow no other attributes
         if full == "builtins.getattr":
             return lambda kind, member: kind.__members__[member]
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
@@ -254,25 +242,22 @@ def read_index(file: Path) -> Metadata:
         if not isinstance(index, Metadata):
             raise TypeError(f"it holds a {type(index).__name__}")
     except Exception as error:
-        # a damaged pickle can raise nearly anything
+        # a damaged pickle can raise almost any exception
         raise InputError(f"{file} is not the index of a checkpoint: {error}") from error
     return index
 
 
 def first_failure(error: dcp.CheckpointException) -> str:
-    """Return one line on what went wrong on the first rank that failed."""
+    """Return a line on the error of the first rank that failed."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"{cause!r} on rank {rank}".replace("\n", " ")
 
 
-# ---------------------------------------------------------------------------------------- folders
+# --- folders
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Return the steps of all complete checkpoints, ascending.
-
-    A folder whose name no checkpoint gets, such as step-5, is none.
-    """
+    """Return the steps of all complete checkpoints, ascending; other folders, as step-5, are ignored."""
     numbers = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
     return sorted(
         int(number) for number in numbers if number.isdecimal() and number == f"{int(number):08d}"
@@ -282,7 +267,7 @@ def complete_steps(folder: Path) -> list[int]:
 def clean_up(folder: Path) -> tuple[str, str]:
     """Make the folder, or remove what a killed run left in it.
 
-    Returns the names of a new file in it, for `await_file`, and of this node.
+    Returns the name of a new file in it, for `await_file`, and the name of this node.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("step-*.old"):
@@ -291,14 +276,14 @@ def clean_up(folder: Path) -> tuple[str, str]:
     for leftover in [*folder.glob("step-*.tmp"), *folder.glob("step-*.old")]:
         with tolerated(leftover):
             delete(leftover)
-    # another run removes it should it stay
+    # the suffix makes the next `clean_up` remove it, if this run is killed
     probe = f"step-{secrets.token_hex(8)}.tmp"
     (folder / probe).touch()
     return probe, socket.gethostname()
 
 
 def await_file(file: Path, node: str) -> None:
-    """Return once this rank sees what rank 0, on `node`, has just made.
+    """Return once this rank sees a file that rank 0 has made on `node`.
 
     Raises InputError after FILE_PATIENCE.
     """
@@ -319,17 +304,17 @@ def make_empty(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, which is never half gone under its final name."""
+    """Delete a checkpoint; it is renamed first, so that its final name never has an incomplete one."""
     with tolerated(folder):
         delete(folder.replace(folder.with_suffix(".tmp")))
 
 
 @contextmanager
 def tolerated(path: Path) -> Iterator[None]:
-    """Warn where something of no more use cannot be deleted.
+    """Warn instead of raising an OSError, for deletions that are not essential.
 
-    That must not end a run whose state is on disk. On NFS a file that is deleted while a process
-    reads it, as an upload or evaluation may, stays and keeps its folder.
+    On NFS a file that is deleted while another process reads it, such as an upload, stays, and its
+    folder too.
     """
     try:
         yield
@@ -338,10 +323,7 @@ def tolerated(path: Path) -> Iterator[None]:
 
 
 def delete(path: Path) -> None:
-    """Delete whatever is there: a folder with all in it, a file, nothing.
-
-    Of a link, what it leads to stays.
-    """
+    """Delete a folder with its content, a file, or a link (but not its target), if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -349,10 +331,7 @@ def delete(path: Path) -> None:
 
 
 def set_aside(damaged: dict[Path, str]) -> None:
-    """Rename damaged checkpoints, for someone to look at: they count as such no more.
-
-    damaged: what is wrong with each.
-    """
+    """Rename damaged checkpoints, so that they no longer count. damaged: what is wrong with each."""
     for folder, problem in damaged.items():
         aside = folder.with_suffix(".damaged")
         delete(aside)

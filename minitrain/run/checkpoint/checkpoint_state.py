@@ -1,4 +1,4 @@
-"""Gather the state that a checkpoint stores, and check that it fits those that load it."""
+"""Collect the tensors that a checkpoint stores, and check that they fit the run that loads them."""
 
 import hashlib
 import json
@@ -15,15 +15,15 @@ from minitrain.errors import InputError
 from minitrain.parallel.agreement import gather
 from minitrain.parallel.shards import cut_slices, full_slice
 
-# a checkpoint's index: shape and dtype of each tensor
+# a checkpoint's index: name -> shape and dtype
 Saved = dict[str, TensorStorageMetadata]
 
 
 def state_tensors(model: Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return weights and buffers by name, and optimizer state as `norm.weight/exp_avg`.
 
-    The weights come first: FSDP then frees what it has gathered, and its parameters are those that
-    the optimizer knows.
+    The weights must be collected first: this makes FSDP free gathered weights, after which its
+    parameters are the ones that the optimizer knows.
     """
     tensors = changing(model)
     for name, parameter in model.named_parameters():
@@ -37,15 +37,15 @@ def frozen_names(model: Module) -> list[str]:
 
 
 def changing(model: Module) -> dict[str, Tensor]:
-    """Return the weights that are trained, and buffers."""
+    """Return the trained weights and the buffers."""
     fixed = set(frozen_names(model))
     return {name: tensor for name, tensor in model.state_dict().items() if name not in fixed}
 
 
 def frozen_digest(model: Module, group: dist.ProcessGroup) -> str:
-    """Return a digest of the frozen weights, however they are sharded.
+    """Return a digest of the frozen weights that does not depend on how they are sharded.
 
-    Gathered in pieces: a GPU that holds its share need not have room for a whole stack of experts.
+    They are gathered in pieces, because a GPU may not have room for a whole stack of experts.
     """
     tensors = model.state_dict()
     sums = {}
@@ -59,18 +59,18 @@ def frozen_digest(model: Module, group: dist.ProcessGroup) -> str:
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Return the sum of all elements' bits as whole numbers: the same in any order of adding."""
+    """Return the sum of all elements' bits as integers, which does not depend on the order."""
     whole_number = getattr(torch, f"int{8 * tensor.element_size()}")
     return tensor.contiguous().view(whole_number).sum(dtype=torch.int64).item()
 
 
 def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict[str, Tensor]:
-    """Replace the optimizer's state by empty tensors for all that is saved; return them by name.
+    """Replace the optimizer's state by empty tensors to load the saved state into; return them.
 
-    The name is `parameter name/key`. A tensor of its parameter's shape is sharded like it, and of
-    the type in `optimizer.defaults["states"]`, or else the parameter's (averages are fp32). Reading
-    converts to that type. The rest are scalars, such as Adam's step, which fused kernels read
-    beside the weights.
+    Their names are `parameter name/key`. A tensor with its parameter's shape is sharded like it; its
+    dtype is that of `optimizer.defaults["states"]`, otherwise the parameter's, and fp32 for averages.
+    Loading converts to that dtype. All others are scalars, such as Adam's step, and are on the
+    weights' device, as fused kernels need them.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer.state.clear()
@@ -95,10 +95,10 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
 def check_weights(
     folder: Path, saved: Saved, weights: dict[str, Tensor], names: set[str]
 ) -> None:
-    """Raise InputError if a checkpoint's weights are not exactly `weights`, or, together, `names`.
+    """Raise InputError unless a checkpoint has exactly the model's weights, in their shapes.
 
-    `names` are those of all ranks. Raises it also if an optimizer's state is neither of its weight's
-    shape nor a scalar: it might take any amount of memory.
+    weights: this rank's. names: those of all ranks' weights. Also refuses optimizer states that are
+    neither of their weight's shape nor scalars, because they could take any amount of memory.
     """
     sizes = {entry: list(stored.size) for entry, stored in saved.items()}
     own = {name: list(tensor.shape) for name, tensor in weights.items()}
@@ -122,10 +122,7 @@ def check_weights(
 
 
 def check_origin(folder: Path, description: dict, optimizer: Optimizer, base: str) -> None:
-    """Raise InputError if a checkpoint is of another kind of optimizer, or of other frozen weights.
-
-    The latter stand beside adapters.
-    """
+    """Raise InputError if a checkpoint is of another optimizer, or of other frozen base weights."""
     own = type(optimizer).__name__
     if description["optimizer"] != own:
         raise InputError(

@@ -1,17 +1,17 @@
-"""Checkpoints from which a run continues exactly, on the same or another number of ranks.
+"""Save and load checkpoints from which a run continues exactly, on any number of ranks.
 
-A checkpoint is a folder `step-00000100` that all ranks see. Each rank writes the parts of weights
-and optimizer state that it holds, through torch.distributed.checkpoint (DCP), which can read them
-back into any other layout; `extra.json` holds what is not a tensor, and describes the files. The
-folder is called `step-00000100.tmp` until all is on disk, so what has its final name is complete,
-and a kill at any moment leaves the one before. Before one is loaded, its files are compared with
-what was written (checkpoint_files.py): where one is damaged, the checkpoint before it is taken.
-What is stored is in checkpoint_state.py.
+A checkpoint is a folder `step-00000100` that all ranks see. Each rank writes the parts of weights and
+optimizer state that it holds, through torch.distributed.checkpoint (DCP), which can load them into
+any other layout. `extra.json` holds everything that is not a tensor, and the checksums of the files.
+The folder is called `step-00000100.tmp` until all is on disk. So a folder with its final name is
+complete, and if the run is killed, the previous checkpoint is still there. Before a checkpoint is
+loaded, its files are checked (checkpoint_files.py); if one is damaged, the previous checkpoint is
+loaded instead.
 
-Not stored: learning rates, data position and random state, which are functions of the config and
-the step; and frozen weights, beside which adapters are trained, but for a digest that tells whether
-they are still the same. Dropout's random state is of the layout, too (training/loop.py): with
-lora.dropout, another number of ranks draws other masks.
+Not stored: learning rates, data position and random state, which are functions of the config and the
+step; and the frozen weights of a run with adapters, of which only a digest is stored, to notice other
+ones. Dropout's random state also depends on the layout (training/loop.py): with lora.dropout, another
+number of ranks draws other masks.
 """
 
 import shutil
@@ -63,14 +63,13 @@ from minitrain.training.loop import Trainer
 
 
 class Checkpointer:
-    """Saves to and loads from `folder`. All ranks make one together, and call its methods together.
+    """Save checkpoints to a folder, and load the newest. All ranks call it, and its methods, together.
 
-    keep: how many checkpoints stay on disk, the newest ones.
-    group: the ranks that have the model, the first rank among them; a group on gloo that nothing
-    else uses meanwhile.
-    asynchronous: save() returns as soon as the state is copied to host memory, and a thread writes
-    the copy. Raises InputError, on all ranks alike, if some see another folder under this name, on
-    a disk of their node.
+    keep: number of checkpoints to keep on disk.
+    group: the ranks that hold the model, including rank 0; a gloo group that is used by nothing else.
+    asynchronous: save() returns when the state is copied to host memory, and a thread writes the copy.
+    Raises InputError on all ranks if some see another folder under this name, such as one on a disk
+    of their own node.
     """
 
     def __init__(
@@ -82,11 +81,13 @@ class Checkpointer:
     ):
         self.folder = Path(folder)
         self.keep = keep
-        # the thread's own: training uses the default group meanwhile
+        # not the default group, which training uses while the thread writes
         self.group = dist.new_group(backend="gloo") if group is None else group
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
-        # of the frozen weights, which do not change
+        # a step whose checkpoint stays too
+        self.pinned: int | None = None
+        # model -> digest of its frozen weights
         self.bases: dict[Module, str] = {}
         name, node = lead(self.group, clean_up, self.folder)
         probe = self.folder / name
@@ -100,11 +101,10 @@ class Checkpointer:
         return max(complete_steps(self.folder), default=None)
 
     def save(self, step: int, model: Module, optimizer: Optimizer, extra: dict) -> None:
-        """Write a checkpoint of `step`, replacing one of the same step.
+        """Write a checkpoint of `step`, and replace an existing one of the same step.
 
-        extra: anything that JSON can hold.
-
-        Raises OSError if this write, or the pending one, fails; the checkpoints before it stay.
+        extra: stored as JSON. Raises OSError if this write or the pending one fails; earlier
+        checkpoints stay.
         """
         self.wait()
         tensors = state_tensors(model, optimizer)
@@ -119,6 +119,12 @@ class Checkpointer:
         else:
             self._write(step, tensors, description)
 
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step, and of no other, beside the newest ones."""
+        self.wait()
+        self.pinned = step
+        lead(self.group, self._remove_old, step)
+
     def wait(self) -> None:
         """Return when no save is pending. Raises OSError if the pending one failed."""
         pending = self.pending
@@ -127,11 +133,11 @@ class Checkpointer:
             pending.result()
 
     def load(self, model: Module, optimizer: Optimizer) -> dict | None:
-        """Fill model and optimizer from the newest whole checkpoint; return its `extra`, or None.
+        """Fill model and optimizer from the newest undamaged checkpoint; return its `extra`, or None.
 
-        Damaged ones that are newer get a line on stderr each and the name `step-00000100.damaged`.
-        Raises InputError if that checkpoint is of another model or optimizer, with nothing changed,
-        or all are damaged.
+        Newer, damaged checkpoints are renamed to `step-00000100.damaged`, with a warning. Raises
+        InputError, with nothing changed, if the checkpoint is of another model or optimizer, or if
+        all are damaged.
         """
         self.wait()
         step = self._newest_whole()
@@ -142,7 +148,7 @@ class Checkpointer:
         reader = together(self.group, IndexedReader, folder, description["files"])
         saved = reader.index.state_dict_metadata
         weights = changing(model)
-        # a rank of a pipeline has only some
+        # a pipeline rank has only some of the weights
         names = set().union(*gather(list(weights), self.group))
         together(self.group, check_weights, folder, saved, weights, names)
         check_origin(folder, description, optimizer, self._base(model))
@@ -156,10 +162,10 @@ class Checkpointer:
         return description["extra"]
 
     def _newest_whole(self) -> int | None:
-        """Return the newest step whose files are what was written; None if there are no steps.
+        """Return the step of the newest undamaged checkpoint; None if there are no checkpoints.
 
-        Each rank looks at its share of the files. Damaged checkpoints keep their names if none is
-        whole: a restart must not take that for a run that has not begun.
+        Each rank checks its share of the files. If all checkpoints are damaged they keep their names,
+        so that a restart does not begin from scratch.
         """
         damaged = {}
         group = self.group
@@ -172,25 +178,27 @@ class Checkpointer:
                 return step
             damaged[path] = problems[0]
         if damaged:
-            told = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
-            raise InputError(f"no checkpoint in {self.folder} is whole: {told}")
+            problems = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+            raise InputError(f"no checkpoint in {self.folder} is whole: {problems}")
         return None
 
     def _write(self, step: int, tensors: dict[str, Tensor], description: dict) -> None:
+        """Write a whole checkpoint, or, on failure, leave nothing of it."""
         temporary = self._path(step).with_suffix(".tmp")
         try:
             lead(self.group, make_empty, temporary)
             files = self._write_parts(temporary, tensors)
             lead(self.group, self._publish, step, temporary, description | {"files": files})
         except OSError:
-            # a full disk needs the space; together, since the others' end would end the leader
+            # free the space on a full disk. All ranks wait for this, because a rank that ends would
+            # end the leader too
             lead(self.group, shutil.rmtree, temporary, True)
             raise
 
     def _write_parts(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, list[int]]:
-        """Write all ranks' tensors; return size and checksum of each file.
+        """Write all ranks' tensors; return the size and the checksum of each file.
 
-        The rank that wrote a file takes its checksum.
+        The rank that wrote a file computes its checksum.
         """
         writer = Writer(folder)
         try:
@@ -212,14 +220,19 @@ class Checkpointer:
         final = self._path(step)
         replaced = final.with_suffix(".old")
         if final.exists():
-            # `clean_up` brings it back should the next line not be reached
+            # if the run is killed before the next line, `clean_up` renames it back
             final.replace(replaced)
         temporary.replace(final)
         sync_folder(self.folder)
         with tolerated(replaced):
             delete(replaced)
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Remove the checkpoints up to `step` that are no longer kept."""
         for old in [n for n in complete_steps(self.folder) if n <= step][: -self.keep]:
-            remove(self._path(old))
+            if old != self.pinned:
+                remove(self._path(old))
 
     def _base(self, model: Module) -> str:
         """Return the digest of the frozen weights."""
@@ -234,7 +247,7 @@ class Checkpointer:
 def checkpoint_group(config: Config, ranks: Iterable[int]) -> dist.ProcessGroup:
     """Make a group for `ranks` to write checkpoints.
 
-    They wait there for each other's disks: half an hour at least.
+    Its timeout is at least half an hour, because ranks wait there for each other's disks.
     """
     timeout = timedelta(seconds=max(1800, config.timeout_s))
     return dist.new_group(list(ranks), timeout=timeout, backend="gloo")
@@ -245,9 +258,9 @@ def resume(
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Load the newest checkpoint, if there is one.
 
-    Returns what `resume_point` finds in it, and its `extra`, which holds what `save_step` was given.
-
-    Raises InputError if there is one and the config forbids to resume.
+    Returns the last step that is done, its numbers, and the checkpoint's `extra` (see `save_step`);
+    0 and empty dicts without a checkpoint. Raises InputError if there is one and
+    checkpoint.resume=false.
     """
     folder = checkpointer.folder
     if lead(checkpointer.group, checkpointer.latest) is None:
@@ -265,23 +278,21 @@ def resume(
 def save_step(
     checkpointer: Checkpointer, numbers: dict[str, Any], trainer: Trainer, **more: Any
 ) -> None:
-    """Write the checkpoint from which `resume` goes on after a step with these numbers.
+    """Write the checkpoint of a step, from which `resume` continues.
 
-    more: what else its `extra` holds, anything that JSON can hold.
+    numbers: of the step. more: stored in `extra` too, as JSON.
     """
     step = numbers["step"]
-    # a copy, as validation adds to them
+    # copied, because validation will add to the numbers
     extra = {"step": step, "numbers": dict(numbers), **more}
     checkpointer.save(step, trainer.model, trainer.optimizer, extra)
 
 
 def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> tuple[int, dict]:
-    """Return the last step of a run and its numbers; 0 and none if there is none.
+    """Return the last step that is done and its numbers, from `extra` of a checkpoint; 0, {} for None.
 
-    They are those in `extra` of a checkpoint in `folder`.
-    Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of
-    these names, n is more than the `steps` that the run is to have, or just one of that run and
-    this is GRPO's.
+    Raises InputError if `extra` is not {"step": n, "numbers": {"step": n, ...}} with numbers of these
+    names, if n exceeds the run's `steps`, or if only one of the checkpoint and this run is GRPO's.
     """
     if extra is None:
         return 0, {}
@@ -297,7 +308,7 @@ def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> t
         raise InputError(
             f"steps={steps}, but the run in {folder} has done {step} (use more, or another out_dir)"
         )
-    # only GRPO has rewards
+    # only GRPO's numbers include a reward
     if ("reward" in known) != ("reward" in names):
         task = "of task=grpo" if "reward" in known else "not of task=grpo"
         raise InputError(f"{held} is {task} (use another out_dir, or its run's task)")
@@ -310,11 +321,11 @@ def resume_point(folder: Path, extra: dict | None, steps: int, *names: str) -> t
 
 @contextmanager
 def saved_despite_errors(wait: Callable[[], None]) -> Iterator[None]:
-    """Wait for the checkpoint that is still being written before an error ends the run."""
+    """Call `wait`, for a checkpoint that is still being written, before an error ends the run."""
     try:
         yield
     except (InputError, OSError):
-        # the first error is the one to tell
+        # report the first error
         with suppress(Exception):
             wait()
         raise

@@ -1,4 +1,4 @@
-"""Write files that survive a power cut: a final name has its whole content, the old or the new."""
+"""Write files that survive a power cut: under its name, a file has all its old or new content."""
 
 import errno
 import os
@@ -8,10 +8,7 @@ from minitrain.errors import naming
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Give a file this content, all at once.
-
-    Raises OSError if that fails, with the file as it was.
-    """
+    """Replace a file's content atomically. Raises OSError, with the file unchanged, on failure."""
     temporary = file.with_suffix(".tmp")
     write_synced(temporary, text)
     temporary.replace(file)
@@ -19,7 +16,7 @@ def write_durably(file: Path, text: str) -> None:
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Write a file, and return when the disk has it."""
+    """Write a file, and return when it is on disk."""
     with naming(file), file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -27,15 +24,15 @@ def write_synced(file: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut, where the disk can do so.
+    """Make the names in a folder survive a power cut, as fsync does for a file's content.
 
-    fsync does the same for a file's content.
+    File systems that cannot do this are ignored.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # there is no such thing: some disks sync files alone
+        # some file systems sync files only
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

@@ -1,9 +1,9 @@
-"""Store digests of a run's data, code and settings: a run that continues tells what has changed.
+"""Store digests of a run's data, code and settings, to notice changes when the run continues.
 
-Row n is a pure function of the seed, n and the files. If a file changes between a run and its
-continuation, rows come twice or never, and nothing else would show it: hence an error. Other code
-and settings are often what one wants, and only told. Files are sampled and not read through, so a
-change that keeps the size and misses all samples goes unseen.
+Row n is a pure function of the seed, n and the files. If a file changes before a run continues, rows
+come twice or never, and nothing else would show it, so this is an error. Other code and settings are
+often intended, so they give a note. Large files are sampled: a change that keeps the size and misses
+all samples is not noticed.
 """
 
 import hashlib
@@ -23,23 +23,22 @@ from minitrain.run.config.load import to_dict
 from minitrain.run.launch.same_run import check_same, code_digests, flatten_settings
 from minitrain.settings import Config, Data
 
-# of a file; a smaller one is read whole
+# blocks per file, and bytes per block; a file of fewer bytes is read as a whole
 SAMPLES = 16
 SAMPLE = 4096
-# settings that say which files
+# settings that choose the files of the data
 NAMES_DATA = {"data.kind", "data.path", "data.sources", "data.exclude", "data.tokenizer"}
-# parts of a fingerprint, with the settings that say which files they are
+# parts of a fingerprint -> the settings that choose their files
 PARTS = {"files": NAMES_DATA, "held_out": NAMES_DATA | {"data.validation_path"}}
-# and all of data: which rows, and when
+# settings that choose rows and their order, besides all of `data`
 CHOOSE_ROWS = {"seed", "task", "batch.global", "batch.seq_len", "grpo.prompts"}
 
 
 def agreed_fingerprint(config: Config) -> dict[str, dict[str, str]]:
-    """Return a digest of each file that the data is made from, by path, by PARTS.
+    """Return for each of PARTS a digest of every file of the data, by path, including tokenizers.
 
-    Tokenizers are included; made-up data has none. held_out: of data.validation_path.
-    All ranks call it together. Raises InputError if they do not see the same files, those of the
-    model to start from among them: each node may have its own copy.
+    All ranks call it. Raises InputError if they do not see the same files of data and of the model to
+    start from, of which each node may have its own copy.
     """
     sources = config.data, held_out_apart(config)[1].data
     data = {
@@ -53,6 +52,7 @@ def agreed_fingerprint(config: Config) -> dict[str, dict[str, str]]:
 
 
 def data_files(data: Data) -> list[Path]:
+    """Return the files of the data, including indices and tokenizers; none for generated data."""
     if data.sources:
         return [file for source in apart(data).values() for file in data_files(source)]
     if not data.path or data.kind in ("mock", "shapes"):
@@ -66,10 +66,7 @@ def data_files(data: Data) -> list[Path]:
 
 
 def model_files(config: Config) -> list[Path]:
-    """Return the files of the weights to start from, adapters included.
-
-    What their own config says is among the settings.
-    """
+    """Return the files of the model to start from, and of adapters."""
     path = config.model.path
     lora = config.lora
     files = [Path(path, "config.json"), *weight_files(path)] if path else []
@@ -79,10 +76,7 @@ def model_files(config: Config) -> list[Path]:
 
 
 def file_digest(file: Path) -> str:
-    """Return a digest of a file's size and SAMPLES blocks spread evenly over it.
-
-    Its first and last bytes are among them.
-    """
+    """Return a digest of a file's size and of SAMPLES evenly spaced blocks, including both ends."""
     with readable(file), file.open("rb") as stream:
         size = stream.seek(0, 2)
         digest = hashlib.sha256(str(size).encode())
@@ -96,11 +90,10 @@ def file_digest(file: Path) -> str:
 def check_continuation(
     file: Path, config: Config, files: dict[str, dict[str, str]], resumed: bool
 ) -> list[str]:
-    """Compare with what the run began with, and store what it uses now; return what to tell.
+    """Compare settings, data and code with those stored in `file`, then store the present ones.
 
-    file: where that is stored. files: the fingerprint of its data. To call on rank 0.
-    Raises InputError if the run is resumed, its settings name the same data, and there is other
-    data.
+    files: see `agreed_fingerprint`. Returns notes for the user. Rank 0 calls it. Raises InputError if
+    a resumed run has the same settings of data, but the data has changed.
     """
     now = {"settings": comparable_settings(config), **files, "code": code_digests()}
     notes = []
@@ -114,7 +107,7 @@ def check_continuation(
 
 
 def changes(before: dict, now: dict) -> list[str]:
-    """Return what to tell of other settings and other code than a run began with."""
+    """Return notes on settings, held-out data and code that differ from those before."""
     notes = other_settings(before, now)
     if differing(before["held_out"], now["held_out"]):
         notes.append(
@@ -128,20 +121,17 @@ def changes(before: dict, now: dict) -> list[str]:
 
 
 def comparable_settings(config: Config) -> dict[str, Any]:
-    """Return all settings that have a part in what is trained, by dotted name, as JSON has them."""
+    """Return all settings that affect training, by dotted name, in the form that JSON gives them."""
     tree = to_dict(config) | {"out_dir": {}, "reference": {}}
     return json.loads(json.dumps(flatten_settings(tree)))
 
 
 def data_change(before: dict, now: dict) -> str | None:
-    """Return what is wrong with the data, in one line.
-
-    None if nothing is, or if the settings name other data on purpose.
-    """
+    """Return a line if the data has changed although its settings have not, otherwise None."""
     for part, names in PARTS.items():
         old = before.get(part, {})
         new = now.get(part, {})
-        # earlier versions left some out
+        # files of tokenizers that an older fingerprint lacks are not new data
         tokenizer = ("tokenizer.json", *COMPANIONS)
         changed = [
             name
@@ -161,23 +151,21 @@ def data_change(before: dict, now: dict) -> str | None:
 
 
 def other_settings(before: dict, now: dict) -> list[str]:
-    """Return all settings that were changed, in one line.
-
-    Warn if a change selects other rows: nothing else would show it.
-    """
+    """Return notes on changed settings, and a warning if they choose other rows of the data."""
     old = before["settings"]
     new = now["settings"]
     changed = differing(old, new)
     if not changed:
         return []
-    told = [
+    values = [
         f"{key}={json.dumps(new.get(key))} (was {json.dumps(old.get(key))})" for key in changed
     ]
-    notes = [f"note: the run continues with other settings than before: {', '.join(told)}"]
-    # videos of a micro-batch share a shape
+    notes = [f"note: the run continues with other settings than before: {', '.join(values)}"]
+    # videos are grouped into micro-batches of one shape
     choosing = ("data.", "batch.micro") if new["data.kind"] == "latents" else "data."
     chosen = [key for key in changed if key in CHOOSE_ROWS or key.startswith(choosing)]
-    # files of their own, unless a share of the data was held out before or is now
+    # held-out files do not affect the training rows, unless a share of the data is held out now or was
+    # before
     if chosen == ["data.validation_path"] and not new.get("data.validation"):
         chosen = []
     if chosen:
@@ -188,14 +176,15 @@ def other_settings(before: dict, now: dict) -> list[str]:
 
 
 def differing(before: dict, now: dict) -> list[str]:
+    """Return the keys whose values differ, sorted."""
     return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
 def read(file: Path, now: dict[str, dict]) -> dict[str, dict]:
-    """Return what `check_continuation` stored; `now` if that is not there."""
+    """Return what `check_continuation` stored; `now` if there is none, or if it cannot be read."""
     try:
         stored = json.loads(file.read_text("utf-8"))
-        # earlier versions stored none of what is held out
+        # files of earlier versions lack this part
         stored.setdefault("held_out", now["held_out"])
         return {key: dict(stored[key]) for key in now}
     except (OSError, ValueError, TypeError, KeyError):

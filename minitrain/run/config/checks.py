@@ -185,6 +185,10 @@ def _source_faults(c: Config) -> Faults:
 
 def _run_faults(c: Config) -> Faults:
     yield not c.out_dir, "out_dir is empty (give the folder that is to hold the run)"
+    yield (
+        c.checkpoint.best and not c.validation.every,
+        "checkpoint.best=true needs validation.every, the steps after which it is known",
+    )
     for name, path in (("model.path", c.model.path), ("lora.path", c.lora and c.lora.path)):
         yield (
             path and os.path.realpath(path) == os.path.realpath(c.out_dir),
@@ -296,6 +300,11 @@ def _language_faults(c: Config) -> Faults:
     check_family(model)
     kind = c.data.kind
     yield (
+        c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
+        f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "
+        f"(use aggregation=token, or mtp_weight=0)",
+    )
+    yield (
         c.batch.seq_len > model.max_position_embeddings,
         f"batch.seq_len={c.batch.seq_len} exceeds the model's "
         f"max_position_embeddings={model.max_position_embeddings}",
@@ -399,11 +408,6 @@ def _grpo_faults(c: Config) -> Faults:
         c.parallel.cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"),
         f"parallel.cp={c.parallel.cp}: no rank sees whole sequences, as ratio=sequence and importance=sequence-mask "
         f"need (use cp=1)",
-    )
-    yield (
-        g.aggregation != "token" and trains_further(c),
-        f"grpo.aggregation={g.aggregation}: multi-token prediction is trained along with the mean over tokens alone "
-        f"(use aggregation=token, or mtp_weight=0)",
     )
     yield from sampler_faults(c)
     yield (

@@ -5,6 +5,7 @@ is asked for.
 """
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -17,8 +18,11 @@ from typing import Any, Literal
 
 import yaml
 
+from minitrain.data.wrong_text import encoding_of, in_utf8, look_alike
 from minitrain.errors import InputError, refused
 from minitrain.models.zoo import is_known
+from minitrain.run.config.aliases import ALIASES, advice, nearest
+from minitrain.run.config.recipes import own_configs
 
 TAG = "tag:yaml.org,2002:"
 # of YAML 1.2: 1e-4 is a number, 1:30 and 2024-12-24 are text, 010 is 10
@@ -66,6 +70,8 @@ def read_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
+        if found := look_alike(text):
+            raise InputError(f"{where}:{found}") from error
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}"
         raise InputError(f"{place}: {error.problem}") from error
@@ -75,10 +81,23 @@ def read_yaml(text: str, where: str) -> Any:
 
 def read_tree(path: str | Path) -> dict:
     """Return a config file as nested dicts. Raises InputError where there is none."""
+    if os.path.isdir(path):
+        raise InputError(
+            f"config file {path} is a folder (a run's out_dir has {path}/config.yaml)"
+        )
     if not os.path.exists(path):
-        raise InputError(f"config file {path} does not exist")
+        near = nearest(str(path).removesuffix(".yaml"), own_configs(), 0.7)
+        raise InputError(f"config file {path} does not exist {near}".rstrip())
     with refused(f"config file {path} cannot be read"):
-        text = Path(path).read_text(encoding="utf-8-sig")
+        raw = Path(path).read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"config file {path} is not UTF-8 at byte {error.start}{in_utf8(raw)}"
+        ) from error
+    if b"\0" in raw and encoding_of(raw):
+        raise InputError(f"config file {path} is not UTF-8{in_utf8(raw)}")
     tree = read_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise InputError(
@@ -98,6 +117,20 @@ ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
 
 class Word(str):
     """The value of a `key=value` word: text, or YAML, as the type of its setting has it."""
+
+
+def as_words(tree: dict, before: str = "") -> list[str]:
+    """Return the `a.b=value` words that set what a nested dict holds."""
+    words = []
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            words += as_words(value, f"{before}{key}.")
+        else:
+            text = (
+                value if isinstance(value, str | os.PathLike) else json.dumps(value, default=str)
+            )
+            words.append(f"{before}{key}={text}")
+    return words
 
 
 def apply_override(tree: dict, word: str) -> None:
@@ -162,9 +195,6 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     arguments = typing.get_args(kind)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
-            # what others call it is looked up for a mistake alone
-            from minitrain.run.config.aliases import nearest
-
             known = list(map(str, arguments))
             told = f"{where}={_shortened(repr(value))} is not one of {', '.join(known)}"
             raise InputError(f"{told} {nearest(str(value), known)}".rstrip())
@@ -238,8 +268,6 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
 
 def _check_section(key: Any, hints: dict[str, Any]) -> None:
     """Raise InputError for a key that stands in a section, as optim.lr for lr, if it is no alias."""
-    from minitrain.run.config.aliases import ALIASES
-
     homes = [
         name for name, section in hints.items() if key in getattr(section, "__annotations__", ())
     ]
@@ -252,8 +280,6 @@ def _check_section(key: Any, hints: dict[str, Any]) -> None:
 def check_known(key: Any, known: Iterable[str], where: str) -> None:
     """Raise InputError, with the likeliest of `known`, for a key below `where` that is none of them."""
     if key not in known:
-        from minitrain.run.config.aliases import advice
-
         word = _shortened(str(key))
         raise InputError(
             f"unknown key {where + '.' if where else ''}{word} {advice(word, known, where)}"

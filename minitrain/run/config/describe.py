@@ -8,12 +8,17 @@ import inspect
 import json
 import re
 import textwrap
+import types
+import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan_config import WanConfig
-from minitrain.run.config.config_yaml import check_known
+from minitrain.run.config.aliases import ALIASES, nearest
+from minitrain.run.config.config_yaml import UNIONS
+from minitrain.run.config.flags import setting_kinds
 from minitrain.settings import Config, Lora, Model
 
 DEFAULTS = Config(model=Model(config=DecoderConfig()), lora=Lora())
@@ -29,7 +34,13 @@ def list_settings() -> str:
 
 def describe_section(name: str) -> str:
     """Return a section's keys at their defaults. Raises InputError for a name that is none."""
-    check_known(name, SECTIONS, "--help")
+    if name not in SECTIONS:
+        known = ", ".join(SECTIONS)
+        ours = ALIASES.get(name.lower(), name)
+        homes = [key for key in setting_kinds() if key == ours or key.endswith(f".{ours}")]
+        places = [f"--help {home.rpartition('.')[0]}".rstrip() + f" has {home}" for home in homes]
+        told = f"({', '.join(places)})" if homes else nearest(name, SECTIONS)
+        raise InputError(f"there is no section {name} {told or f'(but {known})'}")
     section = getattr(DEFAULTS, name)
     lines = [inspect.getdoc(type(section)), "", f"{name}:", *annotate(section, "  ")]
     if name == "model":
@@ -54,8 +65,7 @@ def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]
             line = f"{indent}{key}:"
         else:
             default = json.dumps(getattr(defaults, field.name))
-            kind = inspect.formatannotation(field.type)
-            about = f"{notes[field.name]} ({kind}, default: {default})"
+            about = f"{notes[field.name]} ({in_words(field.type)}; default: {default})"
             line = f"{indent}{key}: {json.dumps(value)}"
         if not deep:
             about = about.partition("\n")[0]
@@ -64,6 +74,26 @@ def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]
         yield line
         if is_section and deep:
             yield from annotate(value, indent + "  ")
+
+
+def in_words(kind: Any) -> str:
+    """Return what a setting of a type may be, as people say it."""
+    names = {
+        int: "whole number",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        types.NoneType: "null",
+    }
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
+    if origin is Literal:
+        return ", ".join(map(str, inner))
+    if origin in UNIONS:
+        return " or ".join(map(in_words, inner))
+    return (
+        f"list of {in_words(inner[0])}" if origin in (list, tuple) else names.get(kind, "mapping")
+    )
 
 
 def comments(kind: type) -> dict[str, str]:

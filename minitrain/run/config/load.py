@@ -4,6 +4,7 @@ Every mistake is an InputError with one line.
 """
 
 import dataclasses
+import os
 import typing
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def from_dict(tree: dict) -> Config:
             "data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock"
         )
     _take_from_sources(config.data, given)
+    if "tokenizer" not in given:
+        config.data.tokenizer = _own_tokenizer(config)
     # brings torch, which takes seconds: unknown keys and wrong types are told before
     from minitrain.run.config.checks import validate
 
@@ -67,6 +70,14 @@ def _take_from_sources(data: Data, given: dict) -> None:
         named = all(getattr(source, key) is not None for source in data.sources)
         if key not in given and named and len(own) == 1:
             setattr(data, key, own.pop())
+
+
+def _own_tokenizer(config: Config) -> str:
+    """Return the folder that training starts from if it has a tokenizer: the adapters', or the model's."""
+    for folder in (config.lora and config.lora.path, config.model.path):
+        if folder and os.path.isfile(f"{folder}/tokenizer.json"):
+            return folder
+    return config.data.tokenizer
 
 
 def _read_lora(config: Config, given: dict) -> Lora:

@@ -1,11 +1,11 @@
-"""Tell of settings that were given and that a run with these tasks and modes does not read.
+"""Find settings that were given and that a run with these tasks and modes does not read.
 
 One table says of each setting what reads it; a setting that is not in it is read by every run. A
-base config may serve several tasks, so what is not read is told, and no error.
+base config may serve several tasks, so such a setting is worth a note, and is no error.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from minitrain.data.files import apart
@@ -14,9 +14,9 @@ from minitrain.settings import Config
 
 
 class Reader(NamedTuple):
-    """What reads settings, as it would be written, and whether a run has it."""
+    """What reads settings, as a user would write it, and whether a run has it."""
 
-    told: str
+    name: str
     runs: Callable[[Config], Any]
 
 
@@ -102,15 +102,20 @@ READERS: dict[str, Reader] = {
 }
 
 
-def unread(config: Config) -> Iterator[str]:
-    """Yield a line for each setting that is not at its default and that nothing will read."""
+def unread(config: Config, also_read: Collection[str] = ()) -> Iterator[str]:
+    """Yield a line for each setting that is not at its default and that nothing will read.
+
+    also_read: sections that this run reads whatever its task is, as `bench.py --generate` does.
+    """
     for name, value in given(config):
         section = name.partition(".")[0]
+        if section in also_read:
+            continue
         for key in dict.fromkeys((section, name)):
             reader = READERS.get(key)
             if reader and not reader.runs(config):
                 shown = str(value).lower() if isinstance(value, bool) else value
-                yield f"note: nothing reads {name}={shown}, which is for {reader.told}"
+                yield f"note: nothing reads {name}={shown}, which is for {reader.name}"
                 break
 
 

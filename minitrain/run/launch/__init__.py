@@ -1,8 +1,13 @@
 """Start, watch and end the processes of a run, and of any command line.
 
-Read start.py first: device, process group, meshes, model. Several processes also need
-rendezvous.py (meet, also after a restart), same_run.py (do all run the same?) and watch.py (signals,
-dead ranks). cli.py wraps each command: one line for a mistake, exit codes; it needs no torch.
-failures.py says what a failing rank leaves, lock.py keeps a second run out of out_dir. Not here:
-how work is split over ranks, which is parallel/.
+    start       choose the device, join the process group, build the meshes (read this first)
+    rendezvous  meet the other ranks, also after torchrun has restarted them
+    same_run    check that all ranks have the same config, code and data
+    interrupts  end a command soon after a signal, with a line of its own
+    watch       notice signals and dead ranks
+    failures    record why a rank failed, and explain known failures in one line
+    lock        keep a second run out of out_dir
+    cli         wrap a command's `main`: errors in one line, exit codes; needs no torch
+
+Not here: how work is split over ranks (parallel/).
 """

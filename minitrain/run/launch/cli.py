@@ -1,4 +1,4 @@
-"""Run command lines: a mistake is one line and exit code 2, and processes end cleanly."""
+"""Run command lines: a user's mistake gives one line and exit code 2, and processes end cleanly."""
 
 import argparse
 import errno
@@ -6,28 +6,75 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from minitrain.errors import InputError, refused
-from minitrain.run.config.environment import tell_torchrun
+from tqdm import tqdm
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-# type, or list of choices; default, or ... where it must be given; help
+from minitrain.errors import InputError, refused
+from minitrain.run.config.environment import group_is_up, tell_torchrun
+from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
+
+# in the messages of commands that take options and files where training takes settings: the words
+# of training, and theirs
+IN_OPTIONS = {
+    "data.path: no file matches": "no file matches",
+    "data.path=DIR": "give DIR",
+    "data.kind=": "--kind ",
+    "data.field": "--field",
+    " (data.exclude leaves files out)": "",
+}
+OF_COMMAND = {
+    "evaluate": {
+        "chats need task=sft or lora, pairs task=dpo": "chats need --chat",
+        ", for task=pretrain": " (leave --chat out)",
+        ", for task=dpo": ", and evaluate has no use for pairs",
+    },
+    "tokenize": {
+        "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
+    },
+}
+
+# of a command-line option: (type or list of choices, default or ... if it is required, help)
 Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """argparse's, with the docstring as it is written, and each option's default."""
+    """argparse's formatter that keeps the docstring's lines and shows defaults, where there are any."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        has_none = action.default is None or action.default is False or action.default == []
+        return action.help if has_none else super()._get_help_string(action)
+
+
+class Once(argparse.Action):
+    """Store an option's value; a second one would be lost, or the first."""
+
+    given = False
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self.given and option_string:
+            parser.error(f"{option_string} is given twice")
+        self.given = True
+        setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with `--debug`; its own complaints are one line too."""
+    """An argparse parser with `--debug`, whose errors are InputErrors.
 
-    def __init__(self, options: dict[str, Option] | None = None, **kwargs):
+
+    settings: the command has some, which --key=value sets as the word key=value does.
+    """
+
+    def __init__(
+        self, options: dict[str, Option] | None = None, settings: bool = False, **kwargs
+    ):
         super().__init__(formatter_class=Formatter, **kwargs)
+        self.settings = settings
+        self.register("action", None, Once)
+        self.register("action", "store", Once)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
         for name, (kind, default, text) in (options or {}).items():
             way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
@@ -37,7 +84,12 @@ class Parser(argparse.ArgumentParser):
     def parse_args(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse words and options in any order; argparse itself takes only one run of words."""
+        """Parse words and options in any order; argparse by itself needs all words together."""
+        if self.settings:
+            # describes all settings
+            from minitrain.run.config.flags import take_flags
+
+            args = take_flags(args, self._option_string_actions)
         return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -58,63 +110,80 @@ def positive(
             )
         return value
 
-    # which argparse shows for what is not a number
+    # argparse shows this name in its message for a text that is no number
     parse.__name__ = kind.__name__
     return parse
 
 
-# an argparse type: ~ is the home folder, which shells leave alone in words such as --out=~/new
+@contextmanager
+def in_options(command: str) -> Iterator[None]:
+    """Say an InputError in the words of a command, if it is one of those above."""
+    try:
+        yield
+    except InputError as error:
+        if command not in OF_COMMAND:
+            raise
+        told = str(error)
+        for words, own in (IN_OPTIONS | OF_COMMAND[command]).items():
+            told = told.replace(words, own)
+        raise InputError(told) from error
+
+
+# an argparse type that expands ~, because shells do not expand it in words such as --out=~/new
 home_path = os.path.expanduser
 
 
-def config_path(text: str) -> str:
-    """Parse a config's path, as an argparse type.
-
-    It is a file, or else one of the package's own configs, as configs/a/b.yaml or a/b.
-    """
-    own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
-    path = home_path(text)
-    return str(own) if os.path.isfile(own) and not os.path.isfile(path) else path
-
-
 def check_writable(option: str, file: str | None) -> None:
-    """Raise InputError if the file of an option cannot be written: what fills it takes minutes."""
-    if file is None:
-        return
-    path = Path(file)
+    """Raise InputError if an option's file cannot be written, before minutes are spent to fill it."""
+    path = Path(file or "")
     is_new = not path.exists()
+    # the reader of a pipe would take this for its end
+    if file is None or path.is_fifo():
+        return
     with refused(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
-            # other ranks do the same
+            # another rank may have removed it already
             path.unlink(missing_ok=True)
 
 
+def bar(items: Iterable | None, total: int, unit: str, done: int = 0) -> tqdm:
+    """Return a progress bar over items, of which `done` were there before; rarely told to a file."""
+    often = 0.1 if sys.stderr.isatty() else 10
+    return tqdm(items, total=total, unit=unit, initial=done, mininterval=often)
+
+
 def use_huge_pages() -> None:
-    """Ask for huge pages, before the first tensor.
+    """Make torch's CPU allocator use huge pages. Call before the first tensor is made.
 
     Decoding on the CPU, which reads all weights at every step, is 1.1 times as fast with them.
     """
-    # of Linux's transparent huge pages, by torch's allocator
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a command line's `main(arguments)` and exit.
 
-    The code is 0; 2 after an InputError or a failing disk, told in one line; 130 after Ctrl-C; 1
-    after all else. Where another rank has died, that is the line, not what it led to here.
+    Exit codes: 0; 2 after an InputError or an OSError, which are printed as one line; 128 and its
+    number after a signal, 130 after Ctrl-C; 1 after other errors. If another rank has died, that is
+    reported, not the error that it caused here.
     """
     sys.stdout, sys.stderr = Display(sys.stdout), Display(sys.stderr)
     arguments = sys.argv[1:]
     code = 0
+    ended = False
     try:
-        main(arguments)
+        with stopped_by_signals():
+            main(arguments)
         sys.stdout.flush()
         if group_is_up():
             from minitrain.parallel.agreement import wait_for_all
 
             wait_for_all()
+    except Stopped as stopped:
+        ended = True
+        code = stopped.code
+        say_once(str(stopped))
     except KeyboardInterrupt:
         code = 130
         say_once("interrupted")
@@ -128,7 +197,7 @@ def run(main: Callable[[list[str]], None]) -> None:
             from minitrain.run.launch import watch
 
             watch.await_verdict(error)
-        # once this mistake is told, other ranks end this process
+        # flushed first: once the error is printed, other ranks may end this process
         sys.stdout.flush()
         if line is None or "--debug" in arguments:
             traceback.print_exc()
@@ -137,21 +206,22 @@ def run(main: Callable[[list[str]], None]) -> None:
     if group_is_up():
         from minitrain.run.launch import watch
 
-        # after an error the others are made to end too
+        # after an error this also ends the other ranks
         watch.leave(code)
+    if ended or group_is_up():
         sys.stdout.flush()
         sys.stderr.flush()
-        # The interpreter's own teardown sometimes aborts after FSDP has run on gloo, making success
-        # a crash. Nor is the group destroyed: NCCL would wait for ever for a sampler's CUDA graphs,
-        # which hold kernels of its.
+        # Python's own teardown sometimes aborts after FSDP has run on gloo, which would make a
+        # success a crash; after a signal it would wait for the compiler. The group is not destroyed,
+        # because NCCL would wait forever for a sampler's CUDA graphs, which hold NCCL kernels
         os._exit(code)
     sys.exit(code)
 
 
 def in_one_line(error: Exception) -> str | None:
-    """Return what to tell of an error whose cause is known.
+    """Return a line for an error whose cause is known, otherwise None.
 
-    That is a mistake of the user's, or something that the machine lacks.
+    The cause is a mistake of the user's, or something that the machine lacks.
     """
     if isinstance(error, InputError | OSError):
         return str(error)
@@ -161,25 +231,24 @@ def in_one_line(error: Exception) -> str | None:
 
 
 class Display:
-    """A standard stream that goes nowhere once nobody takes what is written.
+    """A standard stream that discards what is written once nobody reads it anymore.
 
-    A pipe's reader or a terminal may have gone, or the stream may be closed from the start; the
-    results of a run are its files. Who reads gets each line at once.
-    Other failures, as of a full disk, are raised once, so that their own line can be told; those of
-    stderr never are.
+    A run's results are its files, so it continues if the reader of a pipe or the terminal is gone, or
+    the stream was closed from the start. Other failures, such as a full disk, are raised once, so
+    that they can be reported; those of stderr are never raised.
     """
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         if isinstance(stream, io.TextIOWrapper):
-            # letters that the terminal has not, in a text or a file's name; and, also under
-            # PYTHONUNBUFFERED, a line is one write: else the lines of two ranks mix
+            # escape characters that the terminal cannot show. Write whole lines, also under
+            # PYTHONUNBUFFERED, so that lines of several ranks do not mix
             stream.reconfigure(
                 errors="backslashreplace", line_buffering=True, write_through=False
             )
-            # a stream in memory has no number
+            # streams in memory have no file descriptor
             with suppress(OSError):
-                # else a pipe that its reader has let fill up is an error
+                # wait for a slow reader of a pipe instead of raising an error
                 os.set_blocking(stream.fileno(), True)
 
     def __getattr__(self, name: str):
@@ -203,19 +272,10 @@ class Display:
 
 
 def say_once(line: str) -> None:
-    """Print to stderr what several ranks may have found, such as the same mistake in the config."""
+    """Print a line to stderr on one rank, if several may have it, such as a mistake in the config."""
     if group_is_up():
         from minitrain.run.launch import watch
 
         watch.say_once(line)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr)
-
-
-def group_is_up() -> bool:
-    """Return whether this process has joined others.
-
-    It does not import torch, which takes seconds, for a command that has not needed it.
-    """
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_initialized()

@@ -1,10 +1,10 @@
-"""Record a failing rank: its traceback in a file of its own, and one line where one says it all.
+"""Record why a rank failed: its traceback in a file, and one line if the cause is known.
 
-torchrun mixes what the ranks print. So each rank that fails appends its own to
-out_dir/logs/rank-N.log. A collective that has waited in vain says so and nothing else; torch's
-flight recorder knows which it was, and the stack who called it. With NCCL it is another thread that
-finds it out, and ends the process: then the recorder writes what each rank was at into the same
-folder, as nccl-rank-N, for `torchfrtrace`.
+torchrun mixes the output of all ranks, so each failing rank appends its traceback to
+out_dir/logs/rank-N.log. The error of a collective that timed out does not name it; torch's flight
+recorder knows which collective it was, and the stack shows its caller. With NCCL another thread
+notices the timeout and ends the process. The flight recorder then writes each rank's last operations
+to out_dir/logs/nccl-rank-N, for `torchfrtrace`.
 """
 
 import json
@@ -18,21 +18,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from minitrain.errors import InputError
-from minitrain.run.config.environment import env_int
+from minitrain.run.config.environment import rank
 
 PACKAGE = Path(__file__).parents[2]
-# files whose collectives say nothing of what was waited for
+# collectives in these files are called on behalf of other files, which are the ones to name
 WAITING_FOR_CALLERS = ("agreement.py", "collectives.py")
 
 
 @contextmanager
 def recorded(folder: Path) -> Iterator[None]:
-    """Log an exception that ends this rank's run below `folder`.
+    """Write an exception that ends this rank's run to a log in `folder`.
 
-    Raises InputError for those that one line explains.
+    Raises InputError in place of exceptions that `explain` knows.
     """
     try:
         yield
@@ -40,7 +39,7 @@ def recorded(folder: Path) -> Iterator[None]:
         when = time.strftime("%Y-%m-%d %H:%M:%S %z")
         head = f"{when} rank {rank()} on {socket.gethostname()}, process {os.getpid()}, torch {torch.__version__}\n"
         file = folder / "logs" / f"rank-{rank()}.log"
-        # a disk that is full must not hide the error itself
+        # a full disk must not hide the original error
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8") as stream:
@@ -48,16 +47,6 @@ def recorded(folder: Path) -> Iterator[None]:
         if line := explain(error):
             raise InputError(line) from error
         raise
-
-
-def rank() -> int:
-    """Return this process's rank, also before it joins others.
-
-    A RANK that is left over without WORLD_SIZE means nothing.
-    """
-    if dist.is_initialized():
-        return dist.get_rank()
-    return env_int("RANK") if "WORLD_SIZE" in os.environ else 0
 
 
 def explain(error: Exception) -> str | None:
@@ -80,7 +69,7 @@ def explain(error: Exception) -> str | None:
             f"rank {rank()} is out of memory{f' ({asked[0]})' if asked else ''}: use recompute=full, a smaller "
             f"batch.micro, batch.seq_len or optim.states=bf16, or more ranks; for sampling a smaller rollout.memory"
         )
-    # or what is named cannot be run: a folder, a text, nothing
+    # CXX or CC may name something that cannot be executed
     named = [f": {os.environ[name]!r}" for name in ("CXX", "CC") if name in os.environ]
     lacking = "No working C++ compiler", "Failed to find C compiler"
     if any(text in message for text in (*lacking, *named)):
@@ -89,7 +78,7 @@ def explain(error: Exception) -> str | None:
 
 
 def where_in_collective(error: Exception) -> str:
-    """Return the operation and its caller in this package.
+    """Return the collective that failed and its caller in this package.
 
     For example `all_reduce in total_norm (training/optim.py:104)`.
     """
@@ -104,12 +93,11 @@ def where_in_collective(error: Exception) -> str:
 
 
 def pending_operation() -> str:
-    """Return the oldest operation that this rank has begun and not ended.
+    """Return the name of this rank's oldest unfinished collective; if there is none, the last one.
 
-    If the failure has ended it, return the last one. torch's flight recorder keeps them, on gloo as
-    on NCCL.
+    torch's flight recorder has them, for gloo and for NCCL.
     """
-    # no public name
+    # there is no public name
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
     entries = json.loads(_dump_fr_trace_json()).get("entries", [])
@@ -118,12 +106,9 @@ def pending_operation() -> str:
 
 
 def record_flights(folder: Path) -> None:
-    """Let NCCL's watchdog write the last operations of each rank on a timeout.
+    """Make NCCL's watchdog write each rank's last operations on a timeout.
 
-    To call before the group starts.
-
-    What the user has set stays. Names as in torch's list of ProcessGroupNCCL's environment
-    variables.
+    Call before the group starts. Environment variables that the user has set are kept.
     """
     (folder / "logs").mkdir(exist_ok=True)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

@@ -1,8 +1,8 @@
-"""Keep a second run out of an out_dir: two would delete checkpoints and mix their numbers.
+"""Keep a second run out of an out_dir, because two would delete each other's checkpoints.
 
-Rank 0's process holds a POSIX lock on OUT_DIR/.lock, which the kernel takes away however that
-process ends. A network file system may need a moment to learn that a machine has vanished: hence
-the patience. Where there are no locks at all, as on some of those, nothing is kept out.
+Rank 0 holds a POSIX lock on OUT_DIR/.lock, which the kernel releases however the process ends. A
+network file system may take a while to notice that a machine has vanished, so a new run waits for
+PATIENCE. On a file system without locks, a second run is not noticed.
 """
 
 import fcntl
@@ -17,17 +17,17 @@ from pathlib import Path
 
 from minitrain.errors import InputError, naming
 
-# seconds; NFS 4 forgets the locks of a machine after 90
+# seconds; NFS 4 releases the locks of a vanished machine after 90
 PATIENCE = 100.0
 
 
 @contextmanager
 def locked(folder: Path, leads: bool) -> Iterator[None]:
-    """Be the only run in `folder`.
+    """Hold the lock of `folder`.
 
-    leads: whether this is the run's first rank; the others leave the lock to it.
-    Raises InputError if another run has been there for too long; OSError if the folder cannot be
-    written to.
+    leads: whether this is the run's first rank; other ranks do nothing.
+    Raises InputError if another run holds the lock for longer than PATIENCE, and OSError if the
+    folder cannot be written.
     """
     if not leads:
         yield
@@ -39,9 +39,9 @@ def locked(folder: Path, leads: bool) -> Iterator[None]:
 
 
 def wait_for(file: FileIO) -> None:
-    """Take the lock, and leave one's name in the file."""
+    """Take the lock, and write this process's name into the file."""
     deadline = time.monotonic() + PATIENCE
-    told = False
+    has_said_so = False
     while not take(file):
         file.seek(0)
         holder = file.read().decode(errors="replace").strip() or "another process"
@@ -50,19 +50,20 @@ def wait_for(file: FileIO) -> None:
             raise InputError(
                 f"{holder} is training in out_dir={folder!r} (wait for it, or use another out_dir)"
             )
-        if not told:
-            told = f"waiting for {holder}, which is training in the same out_dir"
-            print(told, file=sys.stderr, flush=True)
+        if not has_said_so:
+            has_said_so = True
+            line = f"waiting for {holder}, which is training in the same out_dir"
+            print(line, file=sys.stderr, flush=True)
         time.sleep(0.1)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def take(file: FileIO) -> bool:
-    """Take the lock unless another process has it."""
+    """Take the lock, and return True; False if another process holds it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # either may be raised for a lock that is taken, others where there are no locks
+        # these two mean that the lock is taken; others, that the file system has no locks
         return not isinstance(error, BlockingIOError | PermissionError)
     return True

@@ -1,8 +1,8 @@
-"""Check that all ranks run the same thing, before anything waits for anything.
+"""Check that all ranks have the same config, code and data, before the first real collective.
 
-A rank with another config, other source files or other data would not fail. It would train
-something else, or leave the others waiting in a collective that it never joins. Ranks compare 32
-bytes each. Only if these differ do they exchange all entries, to say which one it is.
+A rank with another config, other source files or other data would not fail by itself: it would train
+something else, or leave the others waiting in a collective that it never joins. Ranks first compare
+a digest of 32 bytes. Only if digests differ, they exchange all entries to name the first difference.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from minitrain.parallel.agreement import gather
 
 
 def check_same(entries: dict[str, dict[str, Any]]) -> None:
-    """Raise InputError, on all ranks, if some rank has other entries than rank 0. All call it together.
+    """Raise InputError on all ranks if some rank's entries differ from rank 0's. All ranks call it.
 
-    entries: names and values by subject, as {"config": {"optim.lr": 0.1}, "code": {"train.py":
-        digest}}.
+    entries: names and values by subject, such as
+        {"config": {"optim.lr": 0.1}, "code": {"train.py": digest}}.
     """
     own = {}
     for subject, values in entries.items():
@@ -34,7 +34,7 @@ def check_same(entries: dict[str, dict[str, Any]]) -> None:
 
 
 def difference(rank: int, first: dict[str, Any], own: dict[str, Any]) -> str:
-    """Return a line on the first entry in which a rank's differ from those of rank 0."""
+    """Return a line on the first entry that differs. first: rank 0's entries; own: those of `rank`."""
     names = sorted({*first, *own})
     name = next(name for name in names if first.get(name, ...) != own.get(name, ...))
     theirs, ours = (str(entries.get(name, "nothing"))[:100] for entries in (first, own))
@@ -43,9 +43,9 @@ def difference(rank: int, first: dict[str, Any], own: dict[str, Any]) -> str:
 
 @cache
 def code_digests() -> dict[str, str]:
-    """Return a digest of each source file of this package, by its path, and torch's version.
+    """Return a digest of each source file of this package by its path, and torch's version.
 
-    A process reads them once: what it runs does not change with its files.
+    They are read once per process, because files that change later do not change what it runs.
     """
     package = Path(__file__).parents[2]
     digests = {"torch": torch.__version__}
@@ -57,7 +57,7 @@ def code_digests() -> dict[str, str]:
 
 
 def flatten_settings(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one dict, by their dotted names."""
+    """Return nested settings as a flat dict by dotted names."""
     flat = {}
     for key, value in tree.items():
         if isinstance(value, dict):

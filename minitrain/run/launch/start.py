@@ -1,6 +1,6 @@
-"""Start the process group and arrange its ranks as meshes.
+"""Choose the device, start the process group, and arrange its ranks in meshes.
 
-A run is always distributed: alone, it is a world of one rank with the same code path.
+A run is always distributed: a single process is a world of one rank, on the same code path.
 """
 
 import logging
@@ -36,10 +36,10 @@ from minitrain.training.loop import Trainer
 
 
 def pick_device(setting: str) -> torch.device:
-    """Return the device of this process; auto: its own GPU if there is one, else the CPU.
+    """Return this process's device. setting: auto, cuda or cpu; auto prefers a GPU.
 
-    Where a process sees only one GPU that is its own, as Slurm's --gpus-per-task=1 and torchrun's
-    --virtual-local-rank have it; `check_own_gpus` sees to that.
+    A process that sees a single GPU uses that one, as with Slurm's --gpus-per-task=1 and torchrun's
+    --virtual-local-rank. `check_own_gpus` checks that no two processes then share it.
     """
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
@@ -57,10 +57,9 @@ def pick_device(setting: str) -> torch.device:
 
 
 def check_own_gpus(device: torch.device) -> None:
-    """Raise InputError, on all ranks alike, if two ranks have the same GPU.
+    """Raise InputError on all ranks if two ranks have the same GPU. All ranks call it.
 
-    It looks at ranks that took the only GPU they see, or the first. All call it together. On the
-    CPU nothing is compared.
+    Only ranks without LOCAL_RANK, or that see a single GPU, are compared; on the CPU, none are.
     """
     if device.type != "cuda":
         return
@@ -74,10 +73,10 @@ def check_own_gpus(device: torch.device) -> None:
 
 
 def start(config: Config) -> Meshes:
-    """Join the process group (NCCL on GPUs, gloo on CPUs) and arrange its ranks.
+    """Join the process group (NCCL on GPUs, gloo on CPUs) and return its meshes.
 
-    Raises InputError, before any group starts, if the layout does not fit the number of ranks; and
-    one that is the same on all ranks if their config or code differs.
+    Raises InputError if the layout does not fit the number of ranks, before a group starts; and, the
+    same on all ranks, if configs or code differ.
     """
     check_layout(config, world_size())
     device = pick_device(config.device)
@@ -95,8 +94,8 @@ def start(config: Config) -> Meshes:
         return meshes_of(config, device.type)
     check_same({"config": flatten_settings(to_dict(config)), "code": code_digests()})
     check_own_gpus(device)
-    # silences a warning, on every rank, that gathering weights that tensor parallelism splits too
-    # takes two collectives
+    # torch would warn on every rank that gathering weights that are also tensor-parallel takes two
+    # collectives
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     meshes = meshes_of(config, device.type)
     if begins:
@@ -105,13 +104,13 @@ def start(config: Config) -> Meshes:
 
 
 def join(device: torch.device) -> None:
-    """Start the process group of what torchrun has started, or of this process alone."""
+    """Start the process group of all processes that torchrun started, or of this process alone."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     allow_open_files()
-    # to find each other
+    # for ranks to find each other
     timeout = timedelta(minutes=10)
     store, rank, world = join_store(timeout)
     check_device_type(store, rank, device.type)
@@ -120,36 +119,37 @@ def join(device: torch.device) -> None:
 
 
 def let_segments_grow() -> None:
-    """Let CUDA's allocator grow its segments, before it is used, unless the user has set it.
+    """Make CUDA's allocator use expandable segments, unless the user has configured it.
 
-    Else what experts need, more or less in each step, leaves holes that no tensor fits.
+    Sizes of experts' tensors change from step to step; without expandable segments they fragment the
+    memory. Call before CUDA is used.
     """
-    # the names of torch 2.9 and later, and of all
+    # torch 2.9 added the first name; the second is older
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def be_deterministic() -> None:
-    """Make the same run again the same to the bit, on the same machine, layout and versions.
+    """Make runs bitwise reproducible, on the same machine, layout and versions.
 
-    Data, initial weights, dropout and samples are functions of the seed anyway. What is left are
-    kernels that add up in whatever order their threads come, mostly on GPUs. torch then takes
-    others: for attention FlashAttention's deterministic backward pass, and never cuDNN's
-    (FlexAttention's adds up in a fixed order). An operation that has no such form raises an error,
-    in one line (failures.py). To call before CUDA, NCCL or the compiler are used; what the user has
-    set in the environment stays. Its cost has not been measured on a GPU.
+    Data, initial weights, dropout and samples are always functions of the seed. Only kernels that add
+    up in the order in which their threads finish, mostly on GPUs, make runs differ. torch replaces
+    them by deterministic ones: for attention, FlashAttention's deterministic backward pass instead of
+    cuDNN's (FlexAttention's is deterministic already). An operation without such a kernel raises an
+    error, which failures.py explains. Call before CUDA, NCCL or the compiler are used. Environment
+    variables that the user has set are kept. The cost on a GPU has not been measured.
     """
-    # without it cuBLAS may pick other algorithms each time
+    # otherwise cuBLAS may choose another algorithm each time
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # sums inside a switch come in no fixed order; names match whole
+    # exclude reductions inside network switches, whose order is not fixed
     os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree,CollnetDirect,CollnetChain")
-    # of the compiler and cuDNN too, which would choose kernels by the clock
+    # also makes the compiler and cuDNN not choose kernels by timing them
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def meshes_of(config: Config, device_type: str) -> Meshes:
-    """Arrange the ranks of the running process group, whose number `check_layout` has accepted."""
+    """Return meshes of the process group's ranks. `check_layout` has accepted their number."""
     p = config.parallel
     return build_meshes(
         device_type, p.dp_replicate, p.cp, p.tp, p.pp, p.ep, spare=config.grpo.generation_ranks
@@ -178,7 +178,7 @@ def fill_weights(config: Config, model: Module) -> None:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raise InputError for settings that `device` is not made for."""
+    """Raise InputError for settings that `device` does not support."""
     on_gpu = device.type == "cuda"
     if config.profile.memory and not on_gpu:
         raise InputError(
@@ -190,20 +190,18 @@ def check_device(config: Config, device: torch.device) -> None:
 
 
 def set_timeout(seconds: float, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
-    """Set the timeout of groups, by default of all that exist.
+    """Set the timeout of groups; by default, of all existing ones.
 
-    A group that is made later has torch's own, 10 minutes with NCCL and 30 with gloo, unless it is
-    made with another.
+    Groups that are made later have torch's default timeout, 10 minutes with NCCL and 30 with gloo.
     """
     for group in groups or all_groups():
         group.set_timeout(timedelta(seconds=seconds))
 
 
-def wait_for_ever() -> None:
-    """Bound no wait from here on, neither in groups nor in the store.
+def remove_timeouts() -> None:
+    """Remove the timeouts of all groups and of the store from here on.
 
-    There NCCL's ranks meet before one sends to another for the first time, to make a communicator
-    for these two.
+    NCCL uses the store too: a pair of ranks meets there when one sends to the other the first time.
     """
     set_timeout(FOR_EVER.total_seconds())
     default_store().set_timeout(FOR_EVER)

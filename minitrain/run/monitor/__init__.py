@@ -1,10 +1,12 @@
-"""Measure a run, judge its numbers, and show them.
+"""Measure a run, check its numbers, and show them.
 
-    measured   meter.py, with the FLOPs of flops.py and the rates of hardware.py
-    judged     health.py: skipped steps, spikes
-    kept       metrics.py, in the lines of metrics_file.py (which needs no torch)
-    shown      progress.py in words, draw_curves.py over svg.py, tensorboard.py
-    recorded   profiling.py, where it is asked for
+    meter           measure each step: tokens/s, FLOP/s, MFU, memory
+    flops           count FLOPs; hardware: peak rates, measured rates and the name of this machine
+    health          report skipped steps and spikes of the loss
+    metrics         write and show a run's numbers; metrics_file: lines of metrics.jsonl (no torch)
+    progress        the texts that are shown: progress bar, validation, closing lines
+    draw_curves     draw curves.svg; svg: plots as SVG text; tensorboard: the same for TensorBoard
+    profiling       record profiles on request
 
-Not here: the loss, which training/ computes, and the stopwatch of benchmarks, which is bench/.
+Not here: computing the loss (training/), timing benchmarks (bench/).
 """

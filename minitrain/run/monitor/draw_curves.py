@@ -1,29 +1,35 @@
-"""Draw the curves of runs, whose numbers stand in metrics.jsonl, as one SVG file."""
+"""Draw the curves of runs from their metrics.jsonl as one SVG file."""
 
-from itertools import chain, cycle
+from itertools import accumulate, chain, cycle
 
 from minitrain.run.monitor import svg
 
-# titles, and the keys of metrics.jsonl that are drawn
+# title of a panel -> the keys of metrics.jsonl that it shows
 PANELS = {
     "loss; dots: validation": ("loss", "val_loss"),
     "validation (bits per byte)": ("val_bits_per_byte",),
     "reward; dots: greedy responses right, held out": ("reward", "val_greedy"),
     "validation (exact match)": ("val_exact_match",),
+    "pairs told apart; dots: validation": ("reward_accuracy", "val_reward_accuracy"),
     "learning rate": ("lr",),
     "tokens/s": ("tokens_per_sec",),
 }
-# of a panel, in pixels
+# noisy keys: their mean is drawn over them, and they are pale
+SMOOTHED = ("loss", "reward", "reward_accuracy", "tokens_per_sec")
+# how far that mean reaches to either side, as a share of all points, and the raw line's opacity
+REACH = 1 / 40
+PALE = 0.25
+# size of a panel in pixels
 PICTURE_WIDTH = 460
 HEIGHT = 220
-# of a longer run every n-th step is drawn
+# of longer runs, only every n-th step is drawn
 MOST_POINTS = 2000
 
 
 def curves(runs: dict[str, list[dict]]) -> str:
-    """Return an SVG file of the PANELS that any run has numbers for, over steps, one color a run.
+    """Return an SVG file of those PANELS for which some run has numbers, with one color per run.
 
-    runs: the lines of each run's metrics.jsonl.
+    runs: name -> lines of its metrics.jsonl.
     """
     colors = dict(zip(runs, cycle(svg.COLORS), strict=False))
     body = svg.legend(colors, 60, 10)
@@ -31,39 +37,63 @@ def curves(runs: dict[str, list[dict]]) -> str:
     panels = []
     for title, keys in PANELS.items():
         found = {(run, key): points(runs[run], key) for run in runs for key in keys}
-        if any(found.values()):
+        # one point is no curve
+        if any(len(numbers) > 1 for numbers in found.values()):
             panels.append((title, found))
     for number, (title, found) in enumerate(panels):
         row, column = divmod(number, 2)
-        # two in a row; an odd one at the end has the row for itself
+        # two panels per row; the last of an odd number fills its row
         width = PICTURE_WIDTH * (2 if column == 0 and number == len(panels) - 1 else 1)
         left = PICTURE_WIDTH * column
         body += panel(title, found, colors, left, top + HEIGHT * row, width)
+    if not panels:
+        body += svg.text(60, top + 20, "no curve yet: there are fewer than two steps")
     height = top + HEIGHT * ((len(panels) + 1) // 2) + 10
     title = f"training curves of {', '.join(runs)}"
     return svg.picture(2 * PICTURE_WIDTH + 10, height, title, body)
 
 
 def points(lines: list[dict], key: str) -> list:
-    """Return (step, value) of the lines that have a number for `key`: a skipped step's is null."""
+    """Return (step, value) of the lines that have a number for `key`; skipped steps have null."""
     found = [
         (line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)
     ]
-    # the last one is always drawn
+    # counted from the end, so that the last point is always drawn
     return found[:: -(len(found) // MOST_POINTS + 1)][::-1]
+
+
+def smooth(points: list) -> list:
+    """Return (step, mean) of (step, value), over REACH of all points before and as many after it.
+
+    At both ends it reaches less far, to both sides alike.
+    """
+    reach = int(len(points) * REACH)
+    sums = [0.0, *accumulate(value for _, value in points)]
+    means = []
+    for i, (step, _) in enumerate(points):
+        half = min(reach, i, len(points) - 1 - i)
+        means.append((step, (sums[i + half + 1] - sums[i - half]) / (2 * half + 1)))
+    return means
 
 
 def panel(
     title: str, found: dict, colors: dict[str, str], left: float, above: float, width: float
 ) -> str:
-    """Draw the points of each (run, key) as a line, with dots for validation."""
+    """Draw the points of each (run, key) as a line; those of a validation also as dots.
+
+    Noisy ones are pale, under their mean.
+    """
     steps, values = zip(*chain(*found.values()), strict=True)
     x = svg.make_axis(steps, left + 60, left + width - 10)
     y = svg.make_axis(values, above + HEIGHT - 40, above + 25)
     drawn = svg.grid(x, y, "step", title)
     for (run, key), numbers in found.items():
         places = [(x(step), y(value)) for step, value in numbers]
-        drawn += svg.line(places, colors[run])
+        noisy = key in SMOOTHED and len(numbers) * REACH >= 1
+        drawn += svg.line(places, colors[run], opacity=PALE if noisy else 1)
+        if noisy:
+            means = [(x(step), y(value)) for step, value in smooth(numbers)]
+            drawn += svg.line(means, colors[run])
         if key.startswith("val_"):
             drawn += svg.dots(places, colors[run])
     return drawn

@@ -1,19 +1,24 @@
-"""Count the FLOPs of a training step per token: cleanly, and as each published table does.
+"""Count the FLOPs of a training step per token, by our convention and by those of published tables.
 
-Published TFLOP/s are tokens/s times a formula, and the formulas disagree: on whether causal
-attention costs half of its square, on what a frozen weight saves, on whether padding counts. So a
-model is measured once (`Work`), and a convention is a function from that and a sequence length to
-FLOPs. To compare tables, turn their tokens/s into `clean` FLOPs.
+Which function to call:
+    step_flops        a run of any task: a function from a step's tokens to FLOPs per token
+    count_flops       a config that trains on rows, by a convention
+    policy_flops      a GRPO config, as step_flops
+    flops_per_token   a decoder and a sequence length, by a convention
+    training_flops    a video of Wan
 
-In the formulas N is `work.weights`, d L is `work.attention`, S is `work.state` and s is `seq_len`.
-A weight costs a token 2 FLOPs in each of three products: output, gradient of the input, gradient of
-the weight. Attention has two products per key (scores, values), hence 4 d L FLOPs forward and twice
-that backward: 12 d L per key; with a window, there are fewer keys. Of the experts only those count
-that a token goes to. A Mamba-2 state has two products per element whatever the length (what a token
-adds, what it reads): 12 S.
+Published TFLOP/s are tokens/s times a formula. The formulas disagree on whether causal attention
+counts half of all pairs, on what frozen weights save, and on whether padding counts. So the work of a
+model is measured once (`Work`), and a convention is a function from it and a sequence length to FLOPs.
+To compare tables, convert their tokens/s to FLOPs by `clean`.
 
-These are model FLOPs: recomputed activations, norms, rotary embeddings, softmax and the optimizer
-do not count.
+In the formulas N is `work.weights`, d L is `work.attention`, S is `work.state` and s is `seq_len`. A
+weight costs 2 FLOPs per token in each of three products: output, gradient of the input, gradient of
+the weight. Attention has two products per key (scores, values), 4 d L FLOPs, and twice that backward:
+12 d L per key. A sliding window limits the number of keys. Of experts, only those that a token
+selects count. A Mamba-2 state has two products per element (write, read), for any length: 12 S.
+
+These are model FLOPs: recomputation, norms, rotary embeddings, softmax and the optimizer do not count.
 """
 
 import math
@@ -31,40 +36,38 @@ from minitrain.models.router import Router
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.settings import TARGETS, Config, Lora
+from minitrain.training.mtp_loss import trains_further
 from minitrain.training.packing import Dataset
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work that a model does for one token.
+    """The work that a model does for one token."""
 
-    weights: N, the matmul weights: every nn.Linear, the chosen experts, the output head (tied or
-        not), which each depth of multi-token prediction uses again, no embedding.
-    attention: d L, heads * head_dim summed over the layers: multiply-adds per key, for scores and
-        again for values (where keys and values have different widths, their mean).
-    windowed: d L of further layers, in which a token sees only `window` keys.
-    routers: the weights that score experts.
-    state: S, the elements of all Mamba-2 states: heads * head_dim * state size, summed over the
-        layers.
-    parameters: all of the model's, without adapters.
-    adapters: LoRA weights, all else being frozen; 0 if the whole model is trained.
-    """
-
+    # N, matmul weights: all Linears, the selected experts, the head (also if tied), which each depth
+    # of multi-token prediction uses again, no embedding
     weights: int
+    # d L, heads * head_dim summed over layers: multiply-adds per key, for scores and again for values
+    # (the mean, if keys and values have different widths)
     attention: float
+    # S, elements of all Mamba-2 states: heads * head_dim * state size, summed over layers
     state: int
+    # all parameters of the model, without adapters
     parameters: int
+    # LoRA weights, if everything else is frozen; 0 if the whole model is trained
     adapters: int = 0
+    # d L of further layers, in which a token attends to `window` keys only
     windowed: float = 0
     window: int = 0
+    # weights that score experts
     routers: int = 0
 
     def keys(self, seq_len: float) -> float:
-        """Return d L times the keys that a token sees, on average over a causal sequence.
+        """Return d L times the keys that a token attends to, averaged over a causal sequence.
 
-        They are half of the sequence, or about the window.
+        These are half of the sequence, or about the window.
         """
-        # by the later tokens, per token, twice
+        # twice the keys outside of the window, averaged over all tokens
         unseen = max(seq_len - self.window, 0) ** 2 / max(seq_len, 1)
         return (self.attention * seq_len + self.windowed * (seq_len - unseen)) / 2
 
@@ -73,11 +76,11 @@ Convention = Callable[[Work, float], float]
 
 
 def clean(work: Work, seq_len: float) -> float:
-    """Count what a step has to compute: 6 N + 6 d L s, the causal half, + 12 S.
+    """Count only what a step must compute: 6 N + 6 d L s (the causal half) + 12 S.
 
-    With LoRA it is 4 per frozen weight, 6 per adapter's. Routers count as weights. Frozen weights
-    still pass gradients on to their inputs, so attention's backward is whole. For packed documents,
-    seq_len is their `effective_length`.
+    With LoRA, a frozen weight counts 4 and an adapter's weight 6. Routers count as weights. Gradients
+    also flow through frozen weights, so attention's backward pass counts in full. For packed
+    documents, seq_len is their `effective_length`.
     """
     weights = work.weights + work.routers
     trained, frozen = (work.adapters, weights) if work.adapters else (weights, 0)
@@ -87,21 +90,21 @@ def clean(work: Work, seq_len: float) -> float:
 def automodel(work: Work, seq_len: float) -> float:
     """Count as NeMo AutoModel: 6 N + 6 d L s + 6 S.
 
-    With LoRA, (2 + adapters / parameters) / 3 of it, attention's backward included. Source:
+    With LoRA, (2 + adapters / parameters) / 3 of it, including attention's backward pass. Source:
     NVIDIA-NeMo/Automodel, nemo_automodel/components/utils/flops_utils.py and
     recipes/llm/benchmark.py.
     """
-    # counted for hybrid models only
+    # it counts routers for hybrid models only
     routers = work.routers if work.state else 0
     full = 6 * (work.weights + routers) + 12 * work.keys(seq_len) + 6 * work.state
     return full * (2 + work.adapters / work.parameters) / 3 if work.adapters else full
 
 
 def nemo_pretrain(work: Work, seq_len: float) -> float:
-    """Count as NeMo 25.04 in pretraining: 6 N + 12 d L s, the full square despite causal attention.
+    """Count as NeMo 25.04 in pretraining: 6 N + 12 d L s, all pairs despite causal attention.
 
-    Source: NVIDIA/NeMo v2.3.0, nemo/utils/flops_formulas.py; it was halved there in August 2025,
-    after the table.
+    Source: NVIDIA/NeMo v2.3.0, nemo/utils/flops_formulas.py. NeMo has halved attention in August
+    2025, after the table was published.
     """
     return 6 * work.weights + 12 * work.attention * seq_len
 
@@ -109,11 +112,11 @@ def nemo_pretrain(work: Work, seq_len: float) -> float:
 def nemo_squad(work: Work, seq_len: float) -> float:
     """Count as NeMo 25.04 in fine-tuning on packed SQuAD.
 
-    That is 6 N (LoRA: 4 N) for slots that hold tokens, and 12 d L x 208 for attention.
-    seq_len: slots of a pack, all of which the table's tokens/s counts. No source states this
-    formula. Its shape is that of NVIDIA-NeMo/Megatron-Bridge, flop_utils.py; 17 empty slots a pack
-    and documents of an effective 208 tokens are fitted to the table. Raises InputError for packs
-    that could not hold one such document.
+    6 N (with LoRA, 4 N) for slots that hold tokens, and 12 d L x 208 for attention. seq_len: slots of
+    a pack, all of which count in the table's tokens/s. No source states this formula: its form is
+    that of NVIDIA-NeMo/Megatron-Bridge, flop_utils.py, and two numbers are fitted to the table (17
+    empty slots per pack, documents of an effective length of 208). Raises InputError for packs that
+    are shorter than such a document.
     """
     empty = 17
     document = 208
@@ -126,7 +129,7 @@ def nemo_squad(work: Work, seq_len: float) -> float:
 
 
 def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
-    """Measure the model of `config`, built without memory on the meta device.
+    """Return the work of a decoder, from its modules on the meta device.
 
     adapters: see `lora_weights`.
     """
@@ -164,10 +167,9 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
 
 
 def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARGETS) -> int:
-    """Count the weights of LoRA adapters (Hu et al. 2021) that a token meets.
+    """Return the number of LoRA weights (Hu et al. 2021) that are applied to a token.
 
-    They are rank * (inputs + outputs) of each matrix that `targets` name; in stacks of experts, of
-    those that the token goes to.
+    These are rank * (inputs + outputs) of each target; of experts, only those that a token selects.
     """
     total = 0
     for module, name in find_targets(empty_model(config), targets).values():
@@ -177,9 +179,9 @@ def lora_weights(config: DecoderConfig, rank: int, targets: Iterable[str] = TARG
 
 
 def effective_length(documents: Iterable[int]) -> float:
-    """Return the sequence length at which attention costs a token as much as in these documents.
+    """Return the length of one sequence that has as many pairs per token as these packed documents.
 
-    They are packed; it is sum n^2 / sum n.
+    It is sum n^2 / sum n.
     """
     lengths = list(documents)
     return sum(n * n for n in lengths) / sum(lengths)
@@ -188,19 +190,17 @@ def effective_length(documents: Iterable[int]) -> float:
 def flops_per_token(
     config: DecoderConfig, seq_len: float, convention: Convention, adapters: int = 0
 ) -> float:
-    """Return the FLOPs of a training step, forward and backward, per token; x tokens/s = FLOP/s.
+    """Return the FLOPs per token of a training step, forward and backward.
 
-    seq_len: tokens per sequence, or slots per pack under `nemo_squad`. adapters: LoRA weights, from
-    `lora_weights`.
+    seq_len: tokens per sequence; for `nemo_squad`, slots per pack. adapters: see `lora_weights`.
     """
     return convention(count_work(config, adapters), seq_len)
 
 
 def count_flops(config: Config, convention: Convention, visible: float = 1.0) -> float:
-    """Return the FLOPs of a training step per token.
+    """Return the FLOPs per token of a training step.
 
-    For diffusion there is one convention, which counts what is computed.
-    visible: as `visible_share` says; the tables' conventions know nothing of it.
+    visible: see `visible_share`; conventions of tables ignore it. Diffusion has a single convention.
     """
     shape = config.model.config
     batch = config.batch
@@ -210,24 +210,30 @@ def count_flops(config: Config, convention: Convention, visible: float = 1.0) ->
             / batch.seq_len
         )
     seen = batch.seq_len * visible if convention is clean else batch.seq_len
-    return flops_per_token(shape, seen, convention, adapter_weights(config))
+    return flops_per_token(trained_shape(config), seen, convention, adapter_weights(config))
+
+
+def trained_shape(config: Config) -> DecoderConfig:
+    """Return the model that a training step runs: multi-token prediction only where it is trained."""
+    shape = config.model.config
+    return shape if trains_further(config) else replace(shape, num_nextn_predict_layers=0)
 
 
 def adapter_weights(config: Config) -> int:
+    """Return the LoRA weights of a config, 0 without adapters."""
     lora = config.lora
-    return lora_weights(config.model.config, lora.rank, lora.targets) if lora else 0
+    return lora_weights(trained_shape(config), lora.rank, lora.targets) if lora else 0
 
 
 def policy_flops(config: Config) -> Callable[[int], float]:
     """Return a function from the tokens of a GRPO step to its FLOPs per token.
 
-    It counts forward and backward passes, sampling, and a forward pass for each set of
-    log-probabilities.
+    It counts training, sampling, and a forward pass for each set of log-probabilities.
     """
     grpo = config.grpo
     responses = grpo.prompts * grpo.group
-    work = count_work(config.model.config)
-    trained = replace(work, adapters=adapter_weights(config))
+    work = count_work(replace(config.model.config, num_nextn_predict_layers=0))
+    trained = replace(count_work(trained_shape(config)), adapters=adapter_weights(config))
     forward_passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
 
     def per_token(tokens: int) -> float:
@@ -238,21 +244,30 @@ def policy_flops(config: Config) -> Callable[[int], float]:
 
 
 def step_flops(config: Config, dataset: Dataset | None) -> Callable[[int], float]:
-    """Return a function from the tokens of a step to its FLOPs per token (of videos, per patch).
+    """Return a function from the tokens of a step to its FLOPs per token (for videos, per patch).
 
-    dataset: whose first row shows what a row costs; None for GRPO.
+    dataset: its first row shows how documents are packed; None for GRPO.
     """
     if config.task == "grpo":
         return policy_flops(config)
+    if isinstance(config.model.config, WanConfig):
+        return video_flops(config, len(dataset.row(0)["text"]))
     flops = count_flops(config, clean, visible_share(dataset))
     return lambda tokens: flops
 
 
-def visible_share(dataset: Dataset) -> float:
-    """Return the share of the causal pairs in a row whose tokens are of one document.
+def video_flops(config: Config, text_tokens: int) -> Callable[[int], float]:
+    """Return a function from the patches of a step, of videos of the mean size, to FLOPs per patch."""
 
-    It is measured on the first row.
-    """
+    def per_patch(patches: int) -> float:
+        mean = patches / config.batch.global_
+        return training_flops(config.model.config, mean, text_tokens, config.lora) / mean
+
+    return per_patch
+
+
+def visible_share(dataset: Dataset) -> float:
+    """Return the share of the first row's causal pairs whose tokens are in the same document."""
     row = dataset.row(0)
     if "document_ids" not in row:
         return 1.0
@@ -260,19 +275,19 @@ def visible_share(dataset: Dataset) -> float:
     return effective_length(Counter(ids).values()) / len(ids)
 
 
-# -------------------------------------------------------------------------------------------- Wan
+# --- Wan
 
-# As Megatron-Bridge counts them; with adapters, which it has not, what torch does. Three times the
-# forward pass's matrix products; attention counts in full, since every token sees every token, and
-# recomputed activations not at all. The published rows give TFLOP/s alone; these FLOPs make seconds
-# per step of them. Source: NVIDIA-NeMo/Megatron-Bridge,
+# These functions count as Megatron-Bridge does: three times the matrix products of a forward pass.
+# Attention counts all pairs, since it is not causal. With adapters, which Megatron-Bridge lacks, they
+# count what torch computes. Published rows of Wan give TFLOP/s only; these FLOPs convert them to
+# seconds. Source: NVIDIA-NeMo/Megatron-Bridge,
 # src/megatron/bridge/diffusion/models/wan/wan_provider.py (pull request 5249).
 
 
-def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str, int]:
-    """Count the FLOPs of one video of `tokens` patches and its text.
+def forward_parts(config: WanConfig, tokens: float, text_tokens: int) -> dict[str, float]:
+    """Count the FLOPs of a forward pass of one video of `tokens` patches and its text.
 
-    The timestep's embedding is left out, as there.
+    The timestep's embedding is left out, as in Megatron-Bridge.
     """
     d = config.dim
     layers = config.num_layers
@@ -287,13 +302,13 @@ def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str,
 
 
 def training_flops(
-    config: WanConfig, tokens: int, text_tokens: int = 512, lora: Lora | None = None
-) -> int:
-    """Count the FLOPs of one video, forward and backward; per token, divide by `tokens`.
+    config: WanConfig, tokens: float, text_tokens: int = 512, lora: Lora | None = None
+) -> float:
+    """Count the FLOPs of one video, forward and backward.
 
-    lora: a frozen weight has two products, as its own gradient is not computed; and one where what
-    it multiplies, the patches and the text, needs no gradient either. Attention's backward pass
-    counts whole, as its kernels compute it.
+    lora: frozen weights have two products, because their gradients are not computed; and only one if
+    their input (patches, text) needs no gradient either. Attention's backward pass counts in full, as
+    its kernels compute it.
     """
     parts = forward_parts(config, tokens, text_tokens)
     if lora is None:
@@ -304,8 +319,8 @@ def training_flops(
     )
 
 
-def adapter_flops(config: WanConfig, lora: Lora, tokens: int, text_tokens: int) -> int:
-    """Count the FLOPs of all adapters, A [rank, inputs] and B [outputs, rank], forward and backward."""
+def adapter_flops(config: WanConfig, lora: Lora, tokens: float, text_tokens: int) -> float:
+    """Count the FLOPs of all adapters A [rank, inputs], B [outputs, rank], forward and backward."""
     total = 0
     model = empty_model(config)
     for path, (module, name) in find_targets(model, lora.targets).items():

@@ -1,8 +1,7 @@
-"""Say what a machine can do: published peaks of known GPUs, rates and memory of this one, its name.
+"""Published peaks of known GPUs, and measured rates, memory and name of this machine.
 
-A share of a published peak compares with other people's tables. A share of what a large matmul
-sustains here says how much is left to gain on any machine, a laptop too. Not here: network
-bandwidth.
+MFU by a published peak can be compared with other tables. MFU by the measured rate of a large matmul
+shows how much is left to gain, on any machine. Network bandwidth is not measured.
 """
 
 import os
@@ -23,10 +22,9 @@ from minitrain.models import cpu
 from minitrain.models.fp8 import choose_scaled_mm
 from minitrain.settings import Config
 
-# (part of the name, dense bf16, plain fp32) in FLOP/s, from NVIDIA's datasheets. The first match
-# counts, so GB200 stands before B200. Blackwell's fp32 is left out: its datasheets say 75 to 90
-# TFLOP/s. Other people's tables count MFU by these peaks; what kernels reach, by which the simulator
-# counts, stands in bench/systems.yaml.
+# (part of the GPU's name, dense bf16, fp32 without TF32) in FLOP/s, from NVIDIA's datasheets. The
+# first match counts, so GB200 is before B200. Blackwell's fp32 is unknown: datasheets differ, from 75
+# to 90 TFLOP/s. The simulator uses rates that kernels reach instead, see bench/systems.yaml.
 PEAKS = (
     ("H100 PCIe", 756e12, 51e12),
     ("H100 NVL", 835e12, 60e12),
@@ -38,19 +36,19 @@ PEAKS = (
     ("B200", 2250e12, None),
 )
 
-# tokens of the attention that is timed on CUDA
+# sequence length of the attention that is timed on CUDA
 ATTENTION_LENGTH = 8192
-# rows, columns and depth of the product that is timed on CUDA
+# rows and columns of the square matrices whose product is timed on CUDA
 MATMUL_SIZE = 8192
-# seconds for which something is repeated to measure its rate
+# seconds of one timing
 RUN = 0.1
 LINUX_STATUS = Path("/proc/self/status")
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak dense FLOP/s of the GPU whose device or system name is `name`, if known.
+    """Return the peak dense FLOP/s of a GPU by the name of the device or system; None if unknown.
 
-    Tensor cores for bf16 and fp8 (twice bf16), without sparsity; fp32 without TF32.
+    FP8's is twice bf16's; fp32's is without TF32.
     """
     for part, bf16, fp32 in PEAKS:
         if part in name:
@@ -65,27 +63,28 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of a config's matrix products."""
     return {"fp32": torch.float32, "fp8": torch.float8_e4m3fn}.get(
         config.precision, torch.bfloat16
     )
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, shorter: float = 1) -> float:
-    """Measure the FLOP/s of a large square matmul here: the best of five runs, each RUN / shorter.
+    """Measure the FLOP/s of a large square matmul: the best of five timings of RUN / shorter seconds.
 
-    dtype: a floating type that `@` takes, or e4m3, whose products are summed up fast. fp32 on CUDA
-    uses TF32 or not, as torch is set.
+    dtype: a floating dtype, or e4m3, with fast accumulation. fp32 on CUDA uses TF32 if torch is set
+    to.
     """
     if device.type == "cuda":
         return _matmul_rate(MATMUL_SIZE, device, dtype, shorter)
     rate = _matmul_rate(256, device, dtype, shorter)
-    # as of bf16 on CPUs without instructions for it
+    # such as bf16 on a CPU without instructions for it: a larger product would take too long
     slow = rate < 3e9
     return rate if slow else _matmul_rate(1024, device, dtype, shorter)
 
 
 def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype, shorter: float) -> float:
-    """Measure the FLOP/s of a product of two matrices with so many rows and columns."""
+    """Measure the FLOP/s of a product of two square matrices of this size."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     if dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=device)
@@ -98,8 +97,8 @@ def _matmul_rate(size: int, device: torch.device, dtype: torch.dtype, shorter: f
 def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Measure the FLOP/s of causal attention, forward and backward.
 
-    It has 32 heads of 128 channels and 8192 tokens, on CPUs 8 heads and 512 tokens. Half of the
-    square counts; the backward pass is 2.5 times the forward (five matrix products instead of two).
+    It has 32 heads of 128 channels and 8192 tokens; on CPUs, 8 heads and 512 tokens. Half of all pairs
+    count. The backward pass has 2.5 times the FLOPs (five matrix products instead of two).
     """
     heads, length, width = (32, ATTENTION_LENGTH, 128) if device.type == "cuda" else (8, 512, 128)
     shape = 1, heads, length, width
@@ -116,15 +115,15 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, 
 
 
 def measure_memory(device: torch.device) -> float:
-    """Measure the bytes/s of an addition of two large tensors into a third."""
-    # elements: beyond what caches hold
+    """Measure the bytes/s of adding two large tensors into a third."""
+    # number of elements, too large for caches
     size = 2**29 if device.type == "cuda" else 2**25
     a, b, out = (torch.ones(size, device=device) for _ in range(3))
     return 3 * a.nbytes / _seconds_per_call(partial(torch.add, a, b, out=out), device)
 
 
 def _seconds_per_call(function: Callable, device: torch.device, shorter: float = 1) -> float:
-    """Take the best of five runs of about RUN / shorter seconds each."""
+    """Return the best of five timings of about RUN / shorter seconds each."""
     # the first call loads and tunes kernels
     timed(function, device)
     count = ceil(RUN / shorter / timed(function, device))
@@ -132,7 +131,7 @@ def _seconds_per_call(function: Callable, device: torch.device, shorter: float =
 
 
 def timed(function: Callable, device: torch.device, count: int = 1) -> float:
-    """Return the seconds for `count` calls of `function`, the device idle before and after."""
+    """Return the seconds of `count` calls of `function`, including all work on the device."""
     synchronize = (
         partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     )
@@ -145,21 +144,18 @@ def timed(function: Callable, device: torch.device, count: int = 1) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most bytes held at once so far.
-
-    They are those of torch's allocator on CUDA, of the whole process (resident set) on CPU.
-    """
+    """Return the peak bytes so far: of torch's allocator on CUDA, else the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # getrusage would count the memory of the process that started this one, up to its exec
+    # not getrusage, which also counts the parent process's memory before exec
     if LINUX_STATUS.exists():
         return int(re.search(r"VmHWM:\s+(\d+) kB", LINUX_STATUS.read_text())[1]) * 1024
-    # macOS: in bytes
+    # macOS gives bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let `peak_memory_bytes` begin anew; on macOS, and where a sandbox forbids it, it cannot."""
+    """Reset the peak of `peak_memory_bytes`; without effect on macOS and in some sandboxes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):
@@ -167,16 +163,16 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> dict[str, str | int]:
-    """Return the device's name, its size, and torch's version.
+    """Return the device's name, its number of cores, and torch's version.
 
-    The size is a GPU's multiprocessors, or the CPU cores that this process may use.
+    cores: a GPU's multiprocessors, or the CPU cores that this process may use.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name = properties.name
         cores = properties.multi_processor_count
     else:
-        # where Linux tells
+        # only Linux has this file
         found = re.search(r"model name\s*: (.*)", cpu.read_cpuinfo())
         name = found[1].strip() if found else platform.processor() or platform.machine()
         cores = (

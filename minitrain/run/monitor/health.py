@@ -1,13 +1,14 @@
-"""Report steps that were skipped and losses that spike, with the batch they came from.
+"""Report skipped steps and spikes of the loss, with the batch that caused them.
 
-The decision to skip is made on the device (`update_weights`); the host, which reads loss and norm
-for the log anyway, comes to the same one from the same numbers. A loss is a spike if it lies above
+The device decides whether to skip a step (`update_weights`). The host reads the loss and the norm for
+the log anyway, perhaps after it has launched the next step, and reaches the same decision from them.
+A loss is a spike if it is above
 
     median + metrics.spike x 1.4826 x median(|loss - median|)
 
-of the last 100 losses, at least 20; but a spike is at least 1 % above the median. Medians, unlike
-mean and deviation, hardly move with the spikes themselves; the factor makes the second a standard
-deviation for normal losses.
+of the last WINDOW losses (at least LEAST_LOSSES), and at least 1 % above the median. Spikes hardly
+change medians, unlike mean and standard deviation. The factor 1.4826 makes the second median equal
+the standard deviation if losses are normally distributed.
 """
 
 import math
@@ -26,12 +27,11 @@ SHOWN = 4
 
 
 class Health:
-    """Watch a run's steps: `check` each, and once it is logged ask `stop_if_stuck`.
+    """Watch a run's steps: call `check` for each, and `stop_if_stuck` after it is logged.
 
-    say(text): prints a line. batch(step): where the batch of step 1, 2, ... comes from. updates:
-    per step.
-    past, skipped: of a run that continues, its losses, and how many of its last steps changed
-    nothing. Raises InputError if those are too many.
+    say(text): prints a line. batch(step): returns where the batch of step 1, 2, ... comes from.
+    updates: number per step. past, skipped: the losses of a resumed run, and how many of its last
+    steps changed nothing. Raises InputError if these are too many.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Health:
             )
 
     def check(self, numbers: dict) -> dict:
-        """Report a step that went wrong, and return its `batch`; otherwise nothing."""
+        """Report a skipped step or a spike and return {"batch": ...} for it; otherwise {}."""
         self.in_a_row = self.in_a_row + 1 if numbers["skipped"] == self.updates else 0
         limit = self.limit()
         loss = numbers["loss"]
@@ -76,7 +76,7 @@ class Health:
         return {"batch": origin}
 
     def stop_if_stuck(self, numbers: dict) -> None:
-        """Raise InputError if this was the last step in a row that may change nothing."""
+        """Raise InputError if optim.max_skipped steps in a row were skipped."""
         if self.in_a_row >= self.most:
             step = numbers["step"]
             raise InputError(
@@ -86,7 +86,7 @@ class Health:
             )
 
     def limit(self) -> float:
-        """Return the loss above which it is a spike; infinite with too few losses to judge by."""
+        """Return the loss above which a loss is a spike; infinity while there are too few losses."""
         if not self.factor or len(self.losses) < LEAST_LOSSES:
             return math.inf
         middle = median(self.losses)
@@ -95,18 +95,19 @@ class Health:
 
 
 def not_finite(numbers: dict) -> str:
+    """Return why a step was skipped."""
     return f"loss={numbers['loss']} or grad_norm={numbers['grad_norm']} is not finite"
 
 
 def batch_origin(dataset: Dataset, rows: int, step: int) -> str:
-    """Return which `rows` of the dataset step 1, 2, ... took.
+    """Return a line on the `rows` of the dataset that step 1, 2, ... used.
 
-    Where the first of them come from is told, if the dataset knows.
+    It names the files of the first of them if the dataset has `origin`.
     """
     first = (step - 1) * rows
     text = f"rows {first} to {first + rows - 1} of the data"
     if (origin := getattr(dataset, "origin", None)) is None:
         return text
-    # one document may fill many
+    # without repeats, because one document may fill several rows
     shown = dict.fromkeys(origin(n) for n in range(first, first + min(rows, SHOWN)))
     return f"{text}: {', '.join(shown)}{', ...' if rows > SHOWN else ''}"

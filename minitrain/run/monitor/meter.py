@@ -1,7 +1,7 @@
-"""Measure a run as it goes: FLOP/s, their share of what the device can do (MFU), memory, time.
+"""Measure the steps of a run: tokens/s, FLOP/s, MFU, memory.
 
-FLOPs are those that a step has to compute (`clean` in flops.py, as bench.py counts them). MFU is
-the share of the GPU's published peak, or where none is known, of the rate of a large matmul here.
+FLOPs are counted by `clean` (flops.py), as bench.py does. MFU refers to the GPU's published peak; if
+none is known, to the rate of a large matmul measured on this machine.
 """
 
 import time
@@ -21,14 +21,14 @@ from minitrain.run.monitor.hardware import (
 )
 from minitrain.settings import Config
 
-# once in a process
+# measured once per process
 matmul_rate = cache(measure_matmul)
 
 
 class Meter:
-    """The cost of a run's steps. All ranks make one together.
+    """Measure the steps of a run. All ranks make one together.
 
-    flops(tokens): FLOPs per token of a step with so many tokens.
+    flops(tokens): returns the FLOPs per token of a step with this many tokens.
     """
 
     def __init__(self, config: Config, flops: Callable[[int], float]):
@@ -39,10 +39,13 @@ class Meter:
         peak = peak_flops(name, dtype)
         self.rate = peak or matmul_rate(self.device, dtype, shorter=10)
         origin = f"published of {name}" if peak else "of a large matmul here"
-        self.about = f"the {self.rate / 1e12:.3g} TFLOP/s {origin}"
+        rate, unit = (
+            (self.rate / 1e12, "TFLOP/s") if self.rate >= 1e12 else (self.rate / 1e9, "GFLOP/s")
+        )
+        self.about = f"the {rate:.3g} {unit} {origin}"
 
     def measure(self, numbers: dict[str, Any]) -> dict[str, float]:
-        """Return what is measured of the step that has just ended. numbers: of that step."""
+        """Return the measured numbers of the step that has just ended. numbers: those it has."""
         speed = numbers["tokens_per_sec"] / dist.get_world_size()
         rate = speed * self.flops(round(numbers["tokens_per_sec"] * numbers["step_time_s"]))
         return {

@@ -1,7 +1,7 @@
-"""Write a run's numbers as they come: to `metrics.jsonl`, the terminal, and what metrics.* asks for.
+"""Write a run's numbers to `metrics.jsonl`, to the terminal, and to loggers. Rank 0 only.
 
-Where there is no terminal, as under Slurm or Kubernetes, a bar would be one line of gigabytes,
-which some show when it has ended: a line now and then takes its place. Rank 0 only.
+Without a terminal, as under Slurm or Kubernetes, a progress bar would become one huge line that some
+viewers show only at the end. A line is then printed every PAUSE seconds instead.
 """
 
 import math
@@ -28,34 +28,38 @@ from minitrain.run.monitor.progress import (
     closing_lines,
     fitting,
     goodness,
-    telling,
+    step_figures,
     validation,
 )
 from minitrain.settings import Config
 
-# seconds between lines, where they stand for a progress bar
+# seconds between lines that replace a progress bar
 PAUSE = 30.0
 
 
 class MetricsLog:
-    """Append steps to a file as they come, each flushed at once.
+    """Append each step's numbers to a file, and show them. Ranks other than 0 do nothing.
 
-    A resumed run drops the steps that it will repeat.
-    bytes_per_token: of the text that is trained on, if it is known.
+    If a run resumes, the lines of steps that it repeats are dropped.
+    bytes_per_token: of the text that is trained on, if known.
     """
 
     def __init__(self, file: Path, steps: int, start: int, bytes_per_token: float | None = None):
         self.enabled = dist.get_rank() == 0
         self.bytes_per_token = bytes_per_token
-        # called with each step's numbers, and at the end
+        # called with the numbers of each step
         self.loggers: list[Callable[[dict], None]] = []
+        # called at the end
         self.closers: list[Callable[[], None]] = []
-        # of the newest steps
+        # losses of the last steps
         self.losses = deque(maxlen=WINDOW)
-        # how many updates each step skipped
+        # number of skipped updates of each step
         self.skips = []
-        # did the run end between step `start`'s checkpoint and its line?
+        # True if the run ended after it had saved step `start`, but before it had written its line
         self.lacks_last = False
+        # the best validation, and its step; 0 before any
+        self.best = -math.inf
+        self.best_step = 0
         if not self.enabled:
             return
         notes = []
@@ -63,9 +67,10 @@ class MetricsLog:
         if start:
             kept, notes = self.take_up(file, start)
         write_durably(file, "".join(map(to_line, kept)))
-        self.best = max(map(goodness, kept), default=-math.inf)
+        for line in kept:
+            self.take_best(line)
         self.file = file.open("a", encoding="utf-8")
-        # disable=None: unless it is a terminal
+        # disable=None: no bar if this is not a terminal
         self.bar = tqdm(
             total=steps,
             initial=start - self.lacks_last,
@@ -78,7 +83,7 @@ class MetricsLog:
             self.say(note)
 
     def take_up(self, file: Path, start: int) -> tuple[list[dict], list[str]]:
-        """Return the lines up to step `start` that a run has left, and what to tell of others."""
+        """Return an earlier run's lines up to step `start`, and notes on missing or strange ones."""
         found, strange = read_lines(file)
         kept = [line for line in found if line["step"] <= start]
         steps = {line["step"] for line in kept}
@@ -95,7 +100,7 @@ class MetricsLog:
         return kept, notes
 
     def step(self, numbers: dict) -> None:
-        """Store one step's numbers, with every digit of their floats, and show the main ones."""
+        """Write a step's numbers with all digits, and show the main ones."""
         if not self.enabled:
             return
         with naming(self.file.name):
@@ -104,24 +109,34 @@ class MetricsLog:
         self.losses.append(numbers["loss"])
         self.skips.append(numbers["skipped"])
         for logger in list(self.loggers):
-            self.tell(logger, numbers)
-        told = telling(numbers, self.bytes_per_token)
-        self.bar.set_postfix_str(fitting(told, self.bar.total), refresh=False)
+            self.call(logger, numbers)
+        figures = step_figures(numbers, self.bytes_per_token)
+        self.bar.set_postfix_str(fitting(figures, self.bar.total), refresh=False)
         self.bar.update()
         step = numbers["step"]
         now = time.monotonic()
-        tested = validation(numbers)
-        due = tested or step == self.bar.total or now >= self.next_line
+        validated = validation(numbers)
+        due = validated or step == self.bar.total or now >= self.next_line
         if self.bar.disable and due:
             self.next_line = now + PAUSE
-            self.say(f"step {step:,} of {self.bar.total:,}: {told}")
-        if tested:
-            good = goodness(numbers)
-            self.say(f"step {step:,}  val {tested}{', best' if good > self.best else ''}")
-            self.best = max(good, self.best)
+            self.say(f"step {step:,} of {self.bar.total:,}: {figures}")
+        if validated:
+            # than those before
+            better = self.is_best(numbers) and self.best_step
+            self.say(f"step {step:,}  val {validated}{', best' if better else ''}")
+            self.take_best(numbers)
 
-    def tell(self, logger: Callable[[dict], None], numbers: dict) -> None:
-        """Call a logger. Its failure must not end a run: it is told, and the logger called no more."""
+    def is_best(self, numbers: dict) -> bool:
+        """Return whether a step's validation is better than all before, on rank 0."""
+        return self.enabled and goodness(numbers) > self.best
+
+    def take_best(self, numbers: dict) -> None:
+        if self.is_best(numbers):
+            self.best = goodness(numbers)
+            self.best_step = numbers["step"]
+
+    def call(self, logger: Callable[[dict], None], numbers: dict) -> None:
+        """Call a logger. If it fails, warn and do not call it again; the run continues."""
         try:
             logger(dict(numbers))
         except Exception as error:
@@ -131,18 +146,19 @@ class MetricsLog:
             )
 
     def sync(self) -> None:
-        """Return when the disk has all numbers so far.
+        """Return when all numbers so far are on disk.
 
-        After a power cut, a checkpoint must not be there without them.
+        This is called before a checkpoint is written, so that after a power cut there is no
+        checkpoint without the numbers of its steps.
         """
         if self.enabled:
             with naming(self.file.name):
                 os.fsync(self.file.fileno())
 
     def skipped_steps(self, updates: int = 1) -> int:
-        """Return how many of the last steps skipped all their updates.
+        """Return how many steps at the end skipped all their updates. All ranks call it.
 
-        All ranks call it together.
+        updates: per step.
         """
         skipped = takewhile(lambda skipped: skipped == updates, reversed(self.skips))
         return broadcast(len(list(skipped)))
@@ -153,14 +169,16 @@ class MetricsLog:
             self.bar.write(text)
 
     def end(self, config: Config, first: int, seconds: float, mfu_of: str) -> None:
-        """Say how the run went: see `closing_lines`."""
+        """Print the run's closing lines: see `closing_lines`."""
         if self.enabled:
+            # which would stand below
+            self.bar.close()
             lines, _ = read_lines(Path(self.file.name))
-            for title, text in closing_lines(config, lines, first, seconds, mfu_of).items():
-                self.say(f"{title:<11} {text}")
+            for line in closing_lines(config, lines, first, seconds, mfu_of):
+                self.say(line)
 
     def close(self) -> None:
-        """End the progress bar's line, so that an error has one of its own, and the files."""
+        """Close the progress bar (so that an error gets its own line), the file and the loggers."""
         if not self.enabled:
             return
         self.bar.close()
@@ -169,7 +187,7 @@ class MetricsLog:
         file = Path(self.file.name)
         lines, _ = read_lines(file)
         if lines:
-            # a disk that is full must end no run
+            # a full disk must not make the run fail here
             with suppress(OSError):
                 drawing = curves({file.parent.name: lines})
                 file.with_name("curves.svg").write_text(drawing, "utf-8")

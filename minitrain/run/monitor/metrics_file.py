@@ -1,4 +1,4 @@
-"""Read and write metrics.jsonl, the numbers of a run: one JSON object per step, a line each."""
+"""Read and write metrics.jsonl, the numbers of a run: one JSON object per line and step."""
 
 import json
 import math
@@ -6,10 +6,7 @@ from pathlib import Path
 
 
 def to_line(numbers: dict) -> str:
-    """Return a line of JSON.
-
-    JSON knows only finite numbers: all others, as those of a skipped step, are null.
-    """
+    """Return a line of JSON; numbers that are not finite, as in a skipped step, become null."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in numbers.items()
@@ -18,10 +15,10 @@ def to_line(numbers: dict) -> str:
 
 
 def read_lines(file: Path) -> tuple[list[dict], int]:
-    """Return the steps' numbers in a metrics.jsonl, and how many other lines it has.
+    """Return the numbers of all steps in a metrics.jsonl, and the number of other, not blank lines.
 
-    Blank lines do not count. A kill may have cut the last one short, and someone may have edited
-    the file. There may be none.
+    There may be other lines because a run was killed while it wrote one, or the file was edited. A
+    missing file is empty.
     """
     if not file.exists():
         return [], 0
@@ -32,8 +29,9 @@ def read_lines(file: Path) -> tuple[list[dict], int]:
 
 
 def read_line(text: str) -> dict | None:
+    """Return a line's numbers; None if it is not that of a step."""
     try:
-        # NaN, which others may have written, is null
+        # other programs may write NaN: read it as null
         line = json.loads(text, parse_constant=lambda word: None)
         return line if type(line["step"]) is int else None
     except (ValueError, TypeError, KeyError, RecursionError):

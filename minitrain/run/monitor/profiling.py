@@ -1,10 +1,9 @@
-"""Record profiles of a run on request, below out_dir/profile, one file per rank.
+"""Record profiles of a run on request, in out_dir/profile, one file per rank.
 
-profile.steps=[10,12]: the operations of steps 10, 11 and 12, as numbered in the log, on host and
-GPU, with times: rank-N.json, a Chrome trace for ui.perfetto.dev. profile.memory=true: every
-allocation on the GPU and where it was made, up to the last of those steps, the run's end or a
-failure such as running out of memory: memory-rank-N.pickle for pytorch.org/memory_viz. What is not
-asked for costs nothing, and steps that are not recorded run as fast as ever.
+profile.steps=[10,12]: the operators and kernels of steps 10 to 12, as a Chrome trace rank-N.json for
+ui.perfetto.dev. profile.memory=true: all allocations on the GPU with their stack traces, until the
+last of these steps, the run's end, or a failure such as running out of memory, as
+memory-rank-N.pickle for pytorch.org/memory_viz. Steps that are not recorded are not slowed down.
 """
 
 import os
@@ -20,16 +19,16 @@ from torch.profiler import profile
 
 from minitrain.settings import Profile
 
-# that are remembered, the last ones
+# number of allocations that are kept, the last ones
 ALLOCATIONS = 100_000
 
 
 def recorded_steps(
     steps: Iterator[dict[str, Any]], settings: Profile, folder: Path, done: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of `steps`, and record what `settings` asks for meanwhile.
+    """Yield the numbers of `steps`, and meanwhile record as `settings` say.
 
-    done: how many steps there were before.
+    done: number of steps that were done before.
     """
     first, last = settings.steps or (0, 0)
     folder = folder / "profile"
@@ -60,10 +59,10 @@ def recorded_operations(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def recorded_memory(folder: Path) -> Iterator[None]:
-    """Record allocations on the GPU inside a `with` statement, whatever ends it."""
-    # whose functions are documented, but not public in name
+    """Record allocations on the GPU inside a `with` statement, also if an error ends it."""
+    # these functions are documented, although their names are private
     memory = torch.cuda.memory
-    # else torch runs addr2line, and fails where there is none
+    # otherwise torch runs addr2line, and fails if it is not installed
     os.environ.setdefault("TORCH_SYMBOLIZE_MODE", "dladdr")
     memory._record_memory_history(max_entries=ALLOCATIONS)
     try:
@@ -74,10 +73,7 @@ def recorded_memory(folder: Path) -> Iterator[None]:
 
 
 def own_file(folder: Path, name: str) -> str:
-    """Return this rank's file of that name.
-
-    Those of earlier recordings on more ranks go: they are none of this one's.
-    """
+    """Return this rank's file; remove files of higher ranks, from an earlier recording."""
     folder.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
         later = (folder / name.format(rank) for rank in count(dist.get_world_size()))

@@ -1,16 +1,16 @@
-"""Draw plots as SVG text: axes, lines, dots, legends. Needs nothing but Python."""
+"""Draw plots as SVG text: axes, lines, dots, legends. Needs only Python's standard library."""
 
 import math
 from dataclasses import dataclass
 from html import escape
 
-# Okabe and Ito: for color-blind readers
+# Okabe and Ito's, which color-blind readers can distinguish
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale from values `low` to `high` to pixels `start` to `end`."""
+    """A linear scale that maps the values `low` to `high` to the pixels `start` to `end`."""
 
     low: float
     high: float
@@ -31,7 +31,7 @@ class Axis:
 
 
 def make_axis(values: list[float], start: float, end: float) -> Axis:
-    """Return an axis that holds all values, with a little room on both sides."""
+    """Return an axis for all values, with some room at both ends."""
     low = min(values)
     high = max(values)
     room = 0.05 * (high - low) or 0.05 * max(abs(high), 1.0)
@@ -51,12 +51,11 @@ def grid(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
     return drawn
 
 
-def line(points: list, color: str, dashes: str = "none") -> str:
+def line(points: list, color: str, dashes: str = "none", opacity: float = 1) -> str:
     """Draw a line through points (x, y)."""
     places = " ".join(f"{x:g},{y:g}" for x, y in points)
-    return (
-        f'<polyline points="{places}" fill="none" stroke="{color}" stroke-dasharray="{dashes}"/>'
-    )
+    pale = f' opacity="{opacity:g}"' if opacity < 1 else ""
+    return f'<polyline points="{places}" fill="none" stroke="{color}" stroke-dasharray="{dashes}"{pale}/>'
 
 
 def dots(points: list, color: str) -> str:
@@ -70,7 +69,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", color: str = "#5
 
 
 def legend(names: dict[str, str], x: float, y: float) -> str:
-    """List names, each behind a box of its color, downwards from (x, y)."""
+    """List names below each other, each after a box of its color. names: name -> color."""
     drawn = ""
     for name, color in names.items():
         drawn += f'<rect x="{x:g}" y="{y:g}" width="10" height="10" fill="{color}"/>{text(x + 15, y + 9, name)}'
@@ -79,7 +78,7 @@ def legend(names: dict[str, str], x: float, y: float) -> str:
 
 
 def picture(width: int, height: int, title: str, body: str) -> str:
-    """Return a whole SVG file, on white so that it can be read on dark pages too."""
+    """Return a whole SVG file with a white background, which is readable on dark pages too."""
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" \
 height="{height}" \
 font-family="system-ui, sans-serif" font-size="11" role="img"><title>{escape(title)}</title>\

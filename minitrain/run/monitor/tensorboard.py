@@ -1,16 +1,17 @@
-"""Show a run in TensorBoard: curves in the groups train, val and perf, its config, its pictures."""
+"""Write a run's numbers (in the groups train, val and perf), config and pictures for TensorBoard."""
 
 from pathlib import Path
 
 import numpy as np
 
-# of the toy world, before and after training
+# names of the pictures of a toy world, before and after training
 PICTURES = "before", "after"
+# ends of the names that belong to the group perf
 MEASURED = ("_s", "_per_sec", "_per_gpu", "_gib", "mfu")
 
 
 class Board:
-    """Writes to `folder`/tensorboard. Numbers that a killed run wrote after step `start` are hidden."""
+    """Write to folder/tensorboard; numbers after step `start`, from an earlier run, are hidden."""
 
     def __init__(self, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -20,7 +21,7 @@ class Board:
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
         config = folder / "config.yaml"
         if config.exists():
-            # four spaces in front: code, to Markdown
+            # Markdown shows lines that begin with four spaces as code
             text = "".join(f"    {line}" for line in config.open(encoding="utf-8"))
             self.writer.add_text("config", text, start)
 
@@ -36,7 +37,7 @@ class Board:
         for name in PICTURES:
             file = self.folder / f"{name}.png"
             if file.exists():
-                # add_image needs it, too; a run without pictures does not
+                # imported here, because only runs with pictures need it
                 from PIL import Image
 
                 self.writer.add_image(

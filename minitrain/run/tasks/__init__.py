@@ -1,7 +1,10 @@
-"""Do what a run is for, step by step.
+"""Run a training from its config to the exported model.
 
-Read train_model.py first, a run from its config to what it exports; then task.py, the loop around
-all steps, and what a task is; rows_task.py and grpo_task.py are the two. The rest is called by them:
-exports.py at the end, exact_match.py and draw_videos.py to validate, rollout_files.py for GRPO's
-responses. Not here: the step itself, which is training/loop.py, and GRPO's in grpo/.
+    train_model     the whole run (read this first)
+    task            the loop over all steps, and the protocol `Task`
+    rows_task       the task that trains on rows of a dataset; grpo_task: the task of GRPO
+    exports         write the model, or its adapters, at the end
+    exact_match, draw_videos   validate by generating; rollout_files: GRPO's responses on disk
+
+Not here: a training step (training/loop.py), a GRPO step (grpo/policy_loop.py).
 """

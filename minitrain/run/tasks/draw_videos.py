@@ -1,4 +1,4 @@
-"""Generate the latents of videos, and draw those of a toy world."""
+"""Generate latents of videos, and draw those of a toy world."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +23,12 @@ def generate(
     guidance: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
-    """Return fp32 latents [videos, channels, *size], from the same noise on every device.
+    """Return fp32 latents [videos, channels, *size]; the noise does not depend on the device.
 
     All ranks of a sharded model call it.
     """
     device = model.proj_out.weight.device
-    # A generator takes no seed of more than 64 bits.
+    # a generator accepts seeds of up to 64 bits
     random = torch.Generator().manual_seed(seed % (1 << 64))
     noise = torch.randn(len(prompts["text"]), model.config.out_channels, *size, generator=random)
     known = {key: value.to(device) for key, value in prompts.items()}
@@ -39,12 +39,12 @@ def generate(
 def check_prompts(
     prompts: dict[str, Tensor], model: Wan, size: Sequence[int], source: str
 ) -> None:
-    """Raise InputError for prompts that are not what the model takes beside latents of `size`."""
+    """Raise InputError for prompts that do not fit the model and latents of `size`."""
     wanted = {
         name: (len(prompts["text"]), *shape)
         for name, shape in model_shapes(model.config, size).items()
     }
-    # The latents are what is to be made.
+    # latents are generated, not given
     del wanted["latents"]
     with located(f"--prompts {source}"):
         check_shapes({name: tuple(tensor.shape) for name, tensor in prompts.items()}, wanted)
@@ -59,10 +59,9 @@ def draw_world(
     write: bool = True,
     **way,
 ) -> str:
-    """Write a picture of what the model draws for every prompt of a toy world.
+    """Write a picture of the model's videos for every prompt of a toy world; return their score.
 
-    Returns how much is right, in words.
-    write: all ranks of a sharded model draw, but one is to write.
+    write: whether this rank writes the file. All ranks of a sharded model generate.
     """
     world: World = load_toy(name)()
     channels = model.config.out_channels

@@ -1,4 +1,4 @@
-"""Measure a model on held-out data."""
+"""Measure how often a model's likeliest reply is exactly the held-out one."""
 
 import math
 from statistics import fmean
@@ -9,10 +9,10 @@ from minitrain.rollout.sampling import SamplingParams
 
 
 def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) -> float:
-    """Return the share of (prompt, reply) pairs whose reply is the likeliest, token by token.
+    """Return the share of (prompt, reply) pairs whose reply is exactly what greedy decoding generates.
 
-    Pairs that are longer than the model has positions, as a chat that fills a row can be, are left
-    out; NaN if all are.
+    Pairs that exceed the model's positions, as a chat that fills a row may, are left out. NaN if none
+    remains.
     """
     questions = [
         pair

@@ -1,4 +1,4 @@
-"""Write what a run has made: the model in Hugging Face layout or its adapters, with its tokenizer."""
+"""Write a run's result: the model in Hugging Face layout, or its adapters, with its tokenizer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from minitrain.models.lora import is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import full_tensors
-from minitrain.run.launch.start import wait_for_ever
+from minitrain.run.launch.start import remove_timeouts
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer
 
@@ -30,9 +30,8 @@ from minitrain.training.loop import Trainer
 def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = None) -> None:
     """Write the model in Hugging Face layout, or its adapters in PEFT's.
 
-    Rank 0 writes, but all ranks call it together.
-    asks: the prompt that replies follow in training, if the tokenizer's chat template has another
-    one.
+    All ranks call it; rank 0 writes.
+    asks: the prompt before replies in training, if it differs from that of the tokenizer's template.
     """
     wanted = is_adapter if config.lora else lambda name: True
     model = trainer.model
@@ -40,9 +39,9 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
         tensors = model.full_tensors(wanted)
     else:
         tensors = full_tensors(model, wanted)
-    # The others wait as long as rank 0 writes; the watch sees ranks that die.
+    # the other ranks wait while rank 0 writes, however long; launch/watch.py notices dead ranks
     if dist.get_world_size() > 1:
-        wait_for_ever()
+        remove_timeouts()
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -57,12 +56,12 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
         if shape.eos_token_id is None:
             shape = replace(shape, eos_token_id=tokenizer.eos_id)
     if end is not None:
-        # transformers ends a text there.
+        # transformers stops generating at this token
         shape = end_also_at(shape, end)
     if config.lora:
         save_adapter(tensors, shape, config.lora, folder, config.model.path or config.model.name)
     else:
-        # This is the shards' dtype: after a validation parameters are still gathered, in another.
+        # the dtype of the shards; parameters that are still gathered after a validation have another
         dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.get_default_dtype()
         save_tensors(tensors, shape, dtype, folder)
 
@@ -70,13 +69,13 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
 def save_template(
     config: Config, tokenizer: Tokenizer, folder: Path, asks: str | None
 ) -> int | None:
-    """Write the chat template that the model has learned; return the token that ends a reply."""
+    """Write the chat template that training used; return the token that ends a reply."""
     from minitrain.data.chat.chat_templates import TEMPLATES, asking_with, choose_template
     from minitrain.data.chat.chats import end_of_reply
 
     template = choose_template(config.data.template, tokenizer)
     text = None
-    # Any other template came with the tokenizer.
+    # other templates come with the tokenizer, which has been saved
     if template in TEMPLATES.values():
         text = template.jinja(tokenizer)
     elif asks is not None:
@@ -87,7 +86,7 @@ def save_template(
 
 
 def check_free_of_others(config: Config, folder: Path) -> None:
-    """Raise InputError if `folder` has an earlier run's files that would be taken for these."""
+    """Raise InputError if `folder` has files of an earlier run that would be taken for this run's."""
     if config.lora is None and config.task != "diffusion":
         check_free_of_adapters(folder)
     if config.lora and (folder / "config.json").exists():
@@ -99,7 +98,7 @@ def check_free_of_others(config: Config, folder: Path) -> None:
 
 
 def with_ids_of_data(config: Config) -> Config:
-    """Return the config with its data's bos, eos and pad where weights start at random.
+    """Return the config with the ids of bos, eos and pad of its data, if weights start at random.
 
     They replace those of the zoo. Raises InputError for an eos or bos in the settings that is
     neither the zoo's nor the tokenizer's.
@@ -130,5 +129,5 @@ def with_ids_of_data(config: Config) -> Config:
 
 
 def document_end(config: Config) -> int | None:
-    """Return the token that ends a document in files of tokens, if there is one."""
+    """Return the token that ends a document in files of tokens, or None."""
     return config.data.document_end if config.data.kind == "tokens" else None

@@ -1,4 +1,4 @@
-"""What surrounds the steps of a GRPO run (grpo/policy_loop.py): checkpoints, files, export."""
+"""Run GRPO as a `Task`: checkpoints, files and export around the steps of grpo/policy_loop.py."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,29 +29,37 @@ from minitrain.run.checkpoint.checkpointer import (
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
 from minitrain.run.launch.start import fill_weights, set_timeout, start
-from minitrain.run.monitor.progress import validation
+from minitrain.run.monitor.progress import amount, validation
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 
 
+def open_policy_data(config: Config) -> tuple[Config, tuple]:
+    """Return the config with its epochs as steps, and what `GrpoTask` takes: reward and problems."""
+    reward = load_reward(config.grpo.reward)
+    problems, *more = open_problems(config)
+    prompts = config.grpo.prompts
+    counted = with_steps(config, len(problems), prompts)
+    told = amount(config, counted.steps, len(problems), prompts, "problem")
+    return counted, (reward, problems, *more, told)
+
+
 class GrpoTask:
     """A GRPO run as a Task (task.py).
 
-    folder: where responses (rollouts/step-*.jsonl) and checkpoints go, and with a KL term, but
-    without adapters, the weights from which divergence is measured (reference/); None: nowhere, for
-    measurements.
+    folder: holds responses (rollouts/step-*.jsonl), checkpoints/, and, with a KL term but without
+    adapters, the weights of the reference model (reference/). None: write nothing, for benchmarks.
     """
 
     data = bytes_per_token = None
 
-    def __init__(self, config: Config, folder: Path | None):
-        self.reward = load_reward(config.grpo.reward)
-        self.problems, held_out, tokenizer, ends = open_problems(config)
+    def __init__(self, config: Config, folder: Path | None, opened: tuple | None = None):
+        config, opened = (config, opened) if opened else open_policy_data(config)
+        self.reward, self.problems, held_out, tokenizer, ends, self.amount = opened
         grpo = config.grpo
-        config = with_steps(config, len(self.problems), grpo.prompts)
-        # sampler and trainer would disagree on a router that changes for reasons of its own
+        # no balancing of experts: the sampler would not follow changes of the trainer's router
         shape = replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
         self.config = config = replace(config, model=replace(config.model, config=shape))
         self.folder = folder
@@ -98,7 +106,7 @@ class GrpoTask:
                 states = extra.get("rewards")
             if not first:
                 self.policy.warm_up(self.problems)
-            # adapters diverge from the model without them
+            # with adapters, the reference is the model without them
             if grpo.kl and self.config.lora is None:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.policy.keep_reference(kept, resumed=first > 0)
@@ -113,6 +121,7 @@ class GrpoTask:
             yield "precision=fp8: the sampler computes in bf16"
         if not self.first:
             yield self.problems.about
+            yield self.amount
             if self.config.validation.every:
                 yield f"step 0  val {validation(self.loop.evaluate())}"
 
@@ -121,16 +130,19 @@ class GrpoTask:
             self.folder / name, keep, self.config.checkpoint.asynchronous, self.trainers
         )
 
-    def steps(self, first: int) -> Iterator[dict[str, Any]]:
+    def steps(
+        self, first: int, stays: Callable[[int], bool] = lambda step: True
+    ) -> Iterator[dict[str, Any]]:
+        # `stays` is not needed: the host reads the samples, so it waits for the device in every step
         coming = self.kept(first) if self.config.grpo.lag and first else None
         return self.loop.steps(first, coming)
 
     def load_reward(self, kept: dict | None) -> None:
-        """Give this rank's reward the state that a checkpoint has kept of it, if any."""
+        """Load the state that a checkpoint has kept of this rank's reward, if any."""
         name = self.config.grpo.reward
         if not keeps_state(self.reward):
             return
-        # before hours of training: one that cannot be kept raises an error
+        # raises an error for a state that cannot be stored, before hours of training
         reward_state(self.reward, name)
         if kept is None or kept["reward"] != name:
             return
@@ -144,7 +156,7 @@ class GrpoTask:
         call(name, "in load_state_dict()", self.reward.load_state_dict, state)
 
     def save(self, numbers: dict[str, Any]) -> None:
-        """Write a checkpoint of a step. numbers: what `steps` gave for it."""
+        """Write a checkpoint of the step with these numbers."""
         more = {}
         if keeps_state(self.reward):
             name = self.config.grpo.reward
@@ -154,17 +166,22 @@ class GrpoTask:
             self.loop.memory.hold("training")
             save_step(self.checkpointer, numbers, self.policy.trainer, **more)
         if self.config.grpo.offload:
-            # the next thing to come may be an evaluation
+            # an evaluation may follow
             self.loop.update_sampler()
         wait_for_all()
 
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step, and of no other, beside the newest ones."""
+        if self.policy:
+            self.checkpointer.pin(step)
+
     def wait(self) -> None:
-        """Return when the last checkpoint is written."""
+        """Return when the last checkpoint is on disk."""
         if self.policy:
             self.checkpointer.wait()
 
     def finish(self, numbers: dict[str, Any], stopping: Callable[[], str]) -> bool:
-        """Add the rewards on held-out problems."""
+        """Add the rewards on held-out problems, if they are due."""
         every = self.config.validation.every
         if every and is_due(numbers["step"], every, self.config.steps):
             numbers |= self.loop.evaluate()
@@ -178,10 +195,10 @@ class GrpoTask:
         return f"responses in {self.rollouts(step - 1)}"
 
     def kept(self, step: int) -> list[Group] | None:
-        """Return the responses for `step`, from 0, that the run had sampled before it was resumed.
+        """Return the responses for `step` (from 0) that were sampled before the run was resumed.
 
-        None if it had ended before, or if they do not make up a step of its settings now.
-        Rank 0 reads for all: others might see its files later, and disagree on whether to sample.
+        None if there are none, or if they do not fit the present settings. Rank 0 reads them for all,
+        because others may see its files later, and would then sample while it does not.
         """
 
         def read() -> list[Group] | None:
@@ -193,28 +210,25 @@ class GrpoTask:
         return lead(self.everyone, read)
 
     def record(self, groups: list[Group], step: int) -> None:
-        """Write the responses of `step`, and remove those that are not kept."""
+        """Write the responses of `step` (from 0), and remove old ones."""
         if self.folder is not None:
             write_rollouts(self.rollouts(step), groups, self.everyone)
             self.remove_old_rollouts(step)
 
     def remove_old_rollouts(self, step: int) -> None:
-        """Remove all responses but the newest, and those that a resumed run could need.
-
-        It may resume from the oldest checkpoint.
-        """
+        """Remove all responses except the newest, and those needed to resume from any checkpoint."""
         keep = self.config.grpo.keep_rollouts
         if keep and dist.get_rank() == 0:
             oldest = min(complete_steps(self.checkpointer.folder), default=step + 1)
             remove_rollouts(self.rollouts(step).parent, min(step + 2 - keep, oldest + 1))
 
     def rollouts(self, step: int) -> Path:
-        """Return the file of responses of a step, which counts from 0; files and metrics from 1."""
+        """Return the file of the responses of `step` (from 0); its name and metrics count from 1."""
         return self.folder / "rollouts" / f"step-{step + 1:08d}.jsonl"
 
 
 def divide_ranks(config: Config, training: range, device_type: str) -> Ranks:
-    """Return which ranks do what: those after the `training` ones sample; all, if there are none."""
+    """Return which ranks train and which sample: those after the `training` ones, or else all."""
     world = dist.get_world_size()
     sampling = range(len(training), world) if len(training) < world else training
     timeout = timedelta(seconds=config.timeout_s)
@@ -227,10 +241,7 @@ def divide_ranks(config: Config, training: range, device_type: str) -> Ranks:
 
 
 def fits(groups: list[Group], config: Config) -> bool:
-    """Return True if these are the groups of a step, sampled with the settings of now.
-
-    They must be as many, and as large, as a step trains on.
-    """
+    """Return True if these groups were sampled with the present settings, and are those of one step."""
     settings = sampling_settings(config)
     sizes = [len(group) for group in groups]
     return sizes == [config.grpo.group] * config.grpo.prompts and all(

@@ -1,4 +1,4 @@
-"""Write sampled responses as JSON lines, and read them back."""
+"""Write sampled responses as lines of JSON, and read them."""
 
 import itertools
 import json
@@ -15,10 +15,10 @@ from minitrain.run.checkpoint.durable import write_durably
 
 
 def write_rollouts(file: Path, groups: list[Group], ranks: ProcessGroup) -> None:
-    """Write one line per response, with every digit: for `read_rollouts`, and for humans.
+    """Write one line per response, with all digits of its numbers.
 
-    All `ranks` have these groups and call this together: the first of them writes what each has put
-    into lines, as the millions of numbers of a step are seconds of work.
+    All `ranks` have these groups and call this. Each converts a share to text, which takes seconds for
+    the millions of numbers of a step; the first one writes the file.
     """
     responses = list(itertools.chain(*groups))
     first, end = (
@@ -40,7 +40,7 @@ def remove_rollouts(folder: Path, before: int) -> None:
 
 
 def read_rollouts(file: Path) -> list[Group]:
-    """Return what `write_rollouts` wrote; raise InputError for anything else."""
+    """Return the groups that `write_rollouts` wrote. Raises InputError for other files."""
     try:
         rollouts = [
             Response(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Training on the rows of a dataset, as all tasks but grpo do."""
+"""Train on the rows of a dataset, as a `Task`: all tasks except grpo."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,22 +17,32 @@ from minitrain.run.checkpoint.checkpointer import (
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
 from minitrain.run.launch.start import make_trainer, start
 from minitrain.run.monitor.health import batch_origin
-from minitrain.run.monitor.progress import bits_per_byte
+from minitrain.run.monitor.progress import amount, bits_per_byte
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 from minitrain.training.loop import training_steps
 
 
+def open_rows(config: Config) -> tuple[Config, tuple]:
+    """Return the config with its epochs as steps, and what `RowsTask` takes beside it: its data."""
+    data, held_out = open_dataset(config)
+    per_step = config.batch.global_
+    counted = with_steps(config, len(data), per_step)
+    noun = "video" if config.task == "diffusion" else "row"
+    told = amount(config, counted.steps, len(data), per_step, noun)
+    return counted, (data, held_out, told)
+
+
 class RowsTask:
-    """This rank's part of a run on rows; its attributes and methods are those of a task."""
+    """A run that trains on rows, as a Task (task.py)."""
 
     updates = 1
 
-    def __init__(self, config: Config, folder: Path):
+    def __init__(self, config: Config, folder: Path, opened: tuple):
         self.folder = folder
-        self.data, self.held_out = open_dataset(config)
-        self.config = config = with_steps(config, len(self.data), config.batch.global_)
+        self.data, self.held_out, self.amount = opened
+        self.config = config
         self.asks = getattr(self.data, "asks", None)
         self.bytes_per_token = getattr(self.held_out or self.data, "bytes_per_token", None)
         meshes = start(config)
@@ -44,7 +54,7 @@ class RowsTask:
         )
         self.wait = self.checkpointer.wait
         self.trainer = make_trainer(config, meshes)
-        # before a checkpoint is read
+        # must come before a checkpoint is loaded
         self.trainer.prepare(self.data, config.steps)
         if config.validation.every:
             self.trainer.prepare(self.held_out, config.validation.batches)
@@ -54,28 +64,32 @@ class RowsTask:
         return self.first
 
     def about(self) -> Iterator[str]:
-        # a checkpoint may hold averages that are asked for no more, or lack them
+        # a checkpoint may lack averages of the weights, or hold some that are no longer wanted
         if self.first:
             from minitrain.training.ema import check_averages
 
             yield from check_averages(self.trainer.optimizer, self.config.optim, self.first)
-        if about := getattr(self.data, "about", None):
-            yield about
+        yield from filter(None, [getattr(self.data, "about", None), self.amount])
         if self.config.data.kind in TOYS and not self.first:
             yield self.draw("before.png")
 
-    def steps(self, first: int) -> Iterator[dict[str, float]]:
-        return training_steps(self.trainer, self.data, first, self.last.get("tokens", 0))
+    def steps(
+        self, first: int, stays: Callable[[int], bool] = lambda step: True
+    ) -> Iterator[dict[str, float]]:
+        return training_steps(self.trainer, self.data, first, self.last.get("tokens", 0), stays)
 
     def origin(self, step: int) -> str:
         return batch_origin(self.data, self.config.batch.global_, step)
 
     def save(self, numbers: dict[str, float]) -> None:
-        # `minitrain export` knows it without the data
+        # `minitrain export` needs `asks`, but does not open the data
         save_step(self.checkpointer, numbers, self.trainer, asks=self.asks)
 
+    def pin(self, step: int) -> None:
+        self.checkpointer.pin(step)
+
     def finish(self, numbers: dict[str, float], stopping: Callable[[], str]) -> bool:
-        """Add the loss on held-out data, and after the last step the exact matches."""
+        """Add the loss on held-out data if it is due, and the exact matches after the last step."""
         config = self.config
         step = numbers["step"]
         if config.validation.every and is_due(step, config.validation.every, config.steps):
@@ -103,7 +117,7 @@ class RowsTask:
             export(self.trainer, self.config, self.folder, self.asks)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Put the averages of the weights, where optim.ema keeps them, in the weights' place."""
+        """Replace the weights by their averages inside a `with` statement, if optim.ema keeps them."""
         if not self.config.optim.ema:
             return nullcontext()
         from minitrain.training.ema import averaged_weights
@@ -111,7 +125,7 @@ class RowsTask:
         return averaged_weights(self.trainer.model, self.trainer.optimizer)
 
     def draw(self, name: str) -> str:
-        """Draw what the model makes of the toy world. All ranks draw, and one writes the file."""
+        """Draw the model's videos of the toy world. All ranks generate; rank 0 writes the file."""
         from minitrain.run.tasks.draw_videos import draw_world
 
         kind = self.config.data.kind

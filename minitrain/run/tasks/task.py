@@ -1,14 +1,15 @@
-"""Run a training's steps: save by steps and by time, log, and stop where a signal asks for it.
+"""Run all steps of a task: measure, check, save, validate and log each, and stop on a signal.
 
-One loop for all tasks: what differs between them is a `Task`.
+The loop is the same for all tasks; a `Task` has what differs.
 """
 
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from minitrain.parallel.agreement import broadcast_flag
+from minitrain.parallel.agreement import broadcast, broadcast_flag
 from minitrain.run.launch.watch import until_signal
 from minitrain.run.monitor.flops import step_flops
 from minitrain.run.monitor.health import Health
@@ -19,60 +20,67 @@ from minitrain.training.packing import Dataset
 
 
 class Task(Protocol):
-    """What a run does, on this rank: RowsTask (rows_task.py) or GrpoTask (grpo_task.py)."""
+    """A training run on this rank: RowsTask (rows_task.py) or GrpoTask (grpo_task.py)."""
 
-    # its settings, with the steps that its data make
+    # the settings; epochs are converted to steps
     config: Config
-    # where its files go
+    # out_dir
     folder: Path
-    # the fingerprint of its data
+    # the fingerprint of the data, see checkpoint/fingerprint.py
     files: dict[str, dict[str, str]]
-    # the number of steps that are done, and the numbers of the last of them, as of its checkpoint
+    # the number of steps that are done, and the numbers of the last one, from its checkpoint
     first: int
     last: dict[str, Any]
-    # the number of updates of the weights in a step
+    # the number of updates of the weights per step
     updates: int
-    # The dataset, whose first row shows what a row costs; None for GRPO.
+    # the dataset; None for GRPO
     data: Dataset | None
-    # the ratio of the text that is trained on, if it is text
+    # of the text that is trained on; None if it is not text
     bytes_per_token: float | None
 
     def begin(self) -> int:
         """Load the newest checkpoint, if there is one; return the number of steps that are done.
 
-        `first` and `last` are known from here on.
+        Sets `first` and `last`.
         """
 
     def about(self) -> Iterator[str]:
-        """Yield lines to begin with."""
+        """Yield lines to print at the beginning."""
 
-    def steps(self, first: int) -> Iterator[dict[str, Any]]:
-        """Run the steps from `first` on, and yield the numbers of each."""
+    def steps(
+        self, first: int, stays: Callable[[int], bool] = lambda step: True
+    ) -> Iterator[dict[str, Any]]:
+        """Run the steps from `first` on, and yield the numbers of each.
+
+        stays(step): returns whether the weights must stay as they are after step 1, 2, ... until its
+        numbers have been handled. If not, they may be yielded while the next step runs.
+        """
 
     def origin(self, step: int) -> str:
-        """Tell where the batch of a step comes from."""
+        """Return where the batch of a step comes from."""
 
     def finish(self, numbers: dict[str, Any], stopping: Callable[[], str]) -> bool:
-        """Add what is measured on held-out data, where that is due.
+        """Add the results of a validation to the numbers of a step, if one is due.
 
-        Returns False if that was left undone because `stopping`, called meanwhile, named a signal.
+        stopping(): returns the name of a signal that asks the run to stop, or "". It is called during
+        the validation; if there is a signal, the validation is skipped, and False returned.
         """
 
     def save(self, numbers: dict[str, Any]) -> None:
-        """Write the checkpoint of a step, whose numbers these are."""
+        """Write the checkpoint of the step with these numbers."""
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step, and of no other, beside the newest ones."""
 
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""
 
     def end(self, say: Callable[[str], None]) -> None:
-        """Export the model. say: prints and logs a line."""
+        """Export the model. say(line): prints a line."""
 
 
 def run_task(task: Task, log: MetricsLog) -> None:
-    """Run a task's steps that are left, and export its model at the end.
-
-    All ranks call it together.
-    """
+    """Run the remaining steps of a task, and export its model at the end. All ranks call it."""
     began = time.monotonic()
     config = task.config
     meter = Meter(config, step_flops(config, task.data))
@@ -83,34 +91,54 @@ def run_task(task: Task, log: MetricsLog) -> None:
         log.step(task.last)
     skipped = log.skipped_steps(task.updates)
     health = Health(config, log.say, task.origin, task.updates, log.losses, skipped)
+    if config.checkpoint.best:
+        task.pin(broadcast(log.best_step))
     if run_steps(task, log, meter, health):
         task.end(log.say)
         log.end(config, task.first, time.monotonic() - began, meter.about)
 
 
 def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool:
-    """Run, check, save and log each of the steps that are left.
+    """Run, check, save and log each of the remaining steps.
 
-    Returns False if a signal has stopped the run, True after the last step.
-
-    A step after which the run stops has a checkpoint, but no line yet: `run_task` makes up for it.
+    Returns False if a signal has stopped the run, True after the last step. The step at which a run
+    stops has a checkpoint, but no line in metrics.jsonl: when the run continues, `run_task` adds it.
     """
     config = task.config
     seconds = 60 * config.checkpoint.minutes
     saved_at = time.monotonic()
     with until_signal() as stopping:
-        for numbers in profiled_steps(task):
+        # called twice for a step: when it is launched, and when its numbers come, perhaps after the
+        # next launch. Both calls must return the same
+        @lru_cache(maxsize=2)
+        def stops_and_saves(step: int) -> tuple[str, bool]:
+            """Return the signal that stops the run after a step, or "", and whether the step is saved."""
+            stop = stopping()
+            due = is_due(step, config.checkpoint.every, config.steps)
+            late = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
+            return stop, bool(late)
+
+        def stays(step: int) -> bool:
+            validates = config.validation.every
+            return any(stops_and_saves(step)) or (
+                validates > 0 and is_due(step, validates, config.steps)
+            )
+
+        for numbers in profiled_steps(task, stays):
             numbers |= meter.measure(numbers)
             numbers |= health.check(numbers)
-            due = is_due(numbers["step"], config.checkpoint.every, config.steps)
-            stop = stopping()
-            saves = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
-            # before anything else that may fail, and once the lines of the steps before are on disk
+            stop, saves = stops_and_saves(numbers["step"])
+            # saved before anything else can fail, but after the lines of earlier steps are on disk
             if saves:
                 log.sync()
                 task.save(numbers)
                 saved_at = time.monotonic()
             if not stop and task.finish(numbers, stopping):
+                if config.checkpoint.best and broadcast_flag(log.is_best(numbers)):
+                    if not saves:
+                        log.sync()
+                        task.save(numbers)
+                    task.pin(numbers["step"])
                 log.step(numbers)
                 health.stop_if_stuck(numbers)
                 continue
@@ -132,13 +160,15 @@ def is_due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def profiled_steps(task: Task) -> Iterator[dict[str, Any]]:
-    """Return the numbers of the task's steps, which are profiled where profile.* asks for it."""
-    steps = task.steps(task.first)
+def profiled_steps(task: Task, stays: Callable[[int], bool]) -> Iterator[dict[str, Any]]:
+    """Return the numbers of the task's steps, and profile them as profile.* says."""
     settings = task.config.profile
     if not (settings.steps or settings.memory):
-        return steps
-    # the profiler is not imported for a run without it
+        return task.steps(task.first, stays)
+    # imported only if it is needed
     from minitrain.run.monitor.profiling import recorded_steps
 
+    first, last = settings.steps or (0, 0)
+    # no other step may run while these steps are recorded
+    steps = task.steps(task.first, lambda step: stays(step) or first - 1 <= step <= last)
     return recorded_steps(steps, settings, task.folder, task.first)

@@ -1,6 +1,8 @@
-"""Train a model, from a config to what it exports: what python -m minitrain.train does."""
+"""Train a model from a config to its export, as python -m minitrain.train does."""
 
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import count, filterfalse
 from pathlib import Path
 
@@ -14,57 +16,65 @@ from minitrain.run.checkpoint.checkpointer import saved_despite_errors
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.checkpoint.fingerprint import check_continuation
 from minitrain.run.config.config_yaml import to_yaml
-from minitrain.run.config.environment import world_size
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import to_dict
 from minitrain.run.config.unread import unread
-from minitrain.run.launch.failures import rank, record_flights, recorded
+from minitrain.run.launch.failures import record_flights, recorded
 from minitrain.run.launch.lock import locked
 from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
-from minitrain.run.tasks.rows_task import RowsTask
+from minitrain.run.tasks.rows_task import RowsTask, open_rows
 from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
 from minitrain.training.optim import warmup_steps
 
 
 def train(config: Config) -> None:
-    """Train as the config says, from the newest checkpoint in its out_dir if there is one."""
+    """Train as the config says; continue from the newest checkpoint in out_dir, if there is one."""
     check_layout(config, world_size())
     config = with_ids_of_data(config)
     if config.model.path or (config.lora and config.lora.path):
         check_sources(config)
     folder = Path(config.out_dir)
     check_free_of_others(config, folder)
+    if rank() == 0:
+        print(opening(config, world_size()), flush=True)
+    # a mistake in the data is told before anything is made, and whoever has the lock
+    make_task = read_data(config)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if pick_device(config.device).type == "cuda":
         record_flights(folder)
-    if rank() == 0:
-        print(opening(config, world_size()), flush=True)
     with locked(folder, leads=rank() == 0), recorded(folder):
-        if config.task == "grpo":
-            from minitrain.run.tasks.grpo_task import GrpoTask
-
-            task = GrpoTask(config, folder)
-        else:
-            task = RowsTask(config, folder)
+        task = make_task(folder=folder)
         task.begin()
         with closing(open_log(task)) as log, saved_despite_errors(task.wait):
             run_task(task, log)
 
 
+def read_data(config: Config) -> Callable[..., Task]:
+    """Return what makes the task of a run in a folder. Raises InputError for mistakes in its data."""
+    if config.task == "grpo":
+        from minitrain.run.tasks.grpo_task import GrpoTask, open_policy_data
+
+        config, opened = open_policy_data(config)
+        return partial(GrpoTask, config, opened=opened)
+    config, opened = open_rows(config)
+    return partial(RowsTask, config, opened=opened)
+
+
 def check_sources(config: Config) -> None:
-    """Raise InputError if files to start from are missing, or are of another tokenizer."""
+    """Raise InputError if the model to start from is incomplete, or has another tokenizer."""
     from minitrain.data.tokenizer import check_same_ids
     from minitrain.formats.hf import find_weights, read_config
     from minitrain.rollout.drafting import MTP, SAME_IDS, check_draft
 
     path = config.model.path
     if path:
-        # Missing weights are reported before room is made for them.
+        # report missing weights before memory is allocated
         find_weights(config.model.config, path)
     for source in filter(None, (path, config.lora and config.lora.path)):
         if has_tokenizer(config):
@@ -80,10 +90,10 @@ def check_sources(config: Config) -> None:
 
 
 def open_log(task: Task) -> MetricsLog:
-    """Open the log of a run, which goes on after step `task.first`, and tell what is special.
+    """Open the log of a run that continues after step `task.first`, and print notes on the run.
 
-    Stores settings as config.yaml and what `check_continuation` compares, which raises InputError
-    if it is not the same data. All ranks call it together.
+    Also writes config.yaml and fingerprint.json. Raises InputError if a run that continues has other
+    data. All ranks call it.
     """
     config = task.config
     folder = task.folder
@@ -107,7 +117,7 @@ def open_log(task: Task) -> MetricsLog:
 
 
 def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> None:
-    """Add what metrics.* asks for besides metrics.jsonl."""
+    """Add TensorBoard and the user's logger, if metrics.* says so."""
     if log.enabled and config.metrics.tensorboard:
         from minitrain.run.monitor.tensorboard import Board
 
@@ -117,11 +127,14 @@ def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> No
     if name := config.metrics.logger:
         from minitrain.grpo.rewards import load_function
 
-        log.loggers.append(load_function(f"metrics.logger={name!r}", name, {"numbers": {}}))
+        logger = load_function(f"metrics.logger={name!r}", name, {"numbers": {}})
+        log.loggers.append(logger)
+        if log.enabled and hasattr(logger, "close"):
+            log.closers.append(logger.close)
 
 
 def notes_on_settings(config: Config, first: int) -> list[str]:
-    """Return what a user may not expect of these settings, for a run that begins after `first`."""
+    """Return notes on effects of these settings that may surprise. first: steps that are done."""
     shape = config.model.config
     notes = list(unread(config))
     if config.lora:
@@ -150,7 +163,7 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
 
 
 def keep_earlier(folder: Path) -> list[str]:
-    """Rename what a run without a checkpoint has left in `folder`. Returns what to tell."""
+    """Rename files that an earlier run without a checkpoint has left in `folder`; return notes."""
     notes = []
     for path in (folder / "metrics.jsonl", folder / "rollouts"):
         if path.exists() and path.stat().st_size:

@@ -1,0 +1,301 @@
+"""Jobs of hours show and keep their work: the same command again ends as one that nobody stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import minitrain
+from minitrain import InputError, generate
+from minitrain.__main__ import dispatch
+from minitrain.commands import tokenize as tokenize_files
+from minitrain.data.tokenizer import ByteTokenizer
+from minitrain.models.decoder import Decoder
+from minitrain.models.zoo import model_config
+from minitrain.rollout.engine import Sampler
+from tests.helpers.commands import ROOT
+from tests.helpers.processes import fork
+
+PROMPTS = [{"id": n, "prompt": "ab" * (n % 3 + 1), "score": 0.5} for n in range(7)]
+WORDS = ["--max-tokens", "12", "--temperature", "1", "--device", "cpu", "--n", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(3)
+    # samples end where positions do: those of longer prompts before the others
+    shape = {"num_layers": 1, "vocab_size": 258, "max_position_embeddings": 14}
+    model = Decoder(model_config("llama3-8b-tiny", **shape))
+    folder = tmp_path_factory.mktemp("model")
+    minitrain.save_pretrained(model, folder, ByteTokenizer())
+    return folder
+
+
+@pytest.fixture
+def words(folder, tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
+    return ["--model", str(folder), "--prompts", str(tmp_path / "in.jsonl"), *WORDS]
+
+
+def answered(words, out: Path) -> list[str]:
+    generate.main([*words, "--out", str(out)])
+    return out.read_text().splitlines()
+
+
+def stop_after(monkeypatch, steps: int, error: type) -> None:
+    """Let the sampler fail after so many steps."""
+    step = Sampler.step
+    left = iter(range(steps))
+
+    def failing(sampler):
+        if next(left, None) is None:
+            raise error
+        return step(sampler)
+
+    monkeypatch.setattr(Sampler, "step", failing)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InputError])
+def test_answers_that_were_made_are_kept_and_not_made_again(
+    words, tmp_path, monkeypatch, capsys, error
+):
+    whole = answered(words, tmp_path / "whole.jsonl")
+    assert len({len(line) for line in whole}) > 3
+    assert [json.loads(line)["id"] for line in whole] == [n for n in range(7) for _ in range(2)]
+    assert all(json.loads(line)["score"] == 0.5 for line in whole)
+    told = capsys.readouterr()
+    assert "14 answers" in told.out and "7/7" in told.err and "prompt" in told.err
+    out = tmp_path / "out.jsonl"
+    seen = set()
+    counts = []
+    for steps in (3, 10, 12, 3):
+        with monkeypatch.context() as patch:
+            stop_after(patch, steps, error)
+            try:
+                answered(words, out)
+            except error:
+                lines = out.read_text().splitlines()
+                # whole lines of whole prompts, and those of an uninterrupted run
+                assert not Counter(lines) - Counter(whole) and len(lines) % 2 == 0
+                assert seen <= set(lines)
+                seen = set(lines)
+                count = len(lines) // 2
+                counts.append(count)
+                assert f"{out} has answers to {count} of 7 prompts" in capsys.readouterr().err
+    assert counts == [0, 2, 4, 4]
+    assert answered(words, out) == whole
+    # nothing is left to do: the model is not even read
+    with monkeypatch.context() as patch:
+        patch.setattr("minitrain.commands.generate_text.load_merged", None)
+        assert answered(words, out) == whole
+    # more prompts, as a file grows
+    file = tmp_path / "in.jsonl"
+    file.write_text(file.read_text() + json.dumps({"id": 8, "prompt": "new"}))
+    assert answered(words, out)[:14] == whole and len(out.read_text().splitlines()) == 16
+
+
+def test_a_line_that_is_cut_off_is_written_anew(words, tmp_path):
+    out = tmp_path / "out.jsonl"
+    whole = answered(words, out)
+    text = out.read_text()
+    for size in (len(text) - 1, len(text) - len(whole[-1]) - 1, len(whole[0]) + 1, 1, 0):
+        out.write_text(text[:size])
+        assert answered(words, out) == whole
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('{"prompt": "x", "text": "y"}\n', "1 lines that are no answers to"),
+        ("my notes\n", "out.jsonl:1: no answer of this command"),
+        ('{"prompt": "ab"}\n', "out.jsonl:1: no answer of this command"),
+        ("[1]\n", "out.jsonl:1: no answer of this command"),
+    ],
+)
+def test_what_is_no_answer_is_not_overwritten(words, tmp_path, content, line):
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    with pytest.raises(InputError, match=line):
+        answered(words, out)
+    assert out.read_text() == content
+
+
+def test_more_answers_than_are_asked_for_are_kept(words, tmp_path):
+    out = tmp_path / "out.jsonl"
+    whole = answered(words, out)
+    with pytest.raises(InputError, match="7 lines that are no answers to .* with --n 1"):
+        answered([*words, "--n", "1"], out)
+    assert out.read_text().splitlines() == whole
+
+
+def test_answers_of_other_settings_are_not_taken_for_these(words, folder, tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_after(patch, 10, KeyboardInterrupt)
+        answered(words, out)
+    begun = out.read_text()
+    changes = {
+        "temperature": ["--temperature", "0"],
+        "max_tokens": ["--max-tokens", "5"],
+        "seed": ["--seed", "1"],
+        "stop": ["--stop", "x"],
+        "chat": ["--chat"],
+        "top_k, top_p": ["--top-k", "3", "--top-p", "0.5"],
+    }
+    for name, more in changes.items():
+        with pytest.raises(InputError, match=f"answers that were made with another {name} .name"):
+            answered([*words, *more], out)
+    other = tmp_path / "other"
+    minitrain.save_pretrained(minitrain.load_pretrained(folder), other, ByteTokenizer())
+    with pytest.raises(InputError, match="answers that were made with another weights"):
+        answered(["--model", str(other), *words[2:]], out)
+    assert out.read_text() == begun
+    # a file that was taken away: all begins anew
+    out.unlink()
+    assert len(answered([*words, "--temperature", "0"], out)) == 14
+
+
+def test_a_key_that_the_answer_would_replace_is_refused(words, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "text": "b"}\n')
+    with pytest.raises(InputError, match="in.jsonl:1: 'text' is where the answer goes"):
+        generate.main(words)
+
+
+def test_a_prompt_that_does_not_fit_is_named(words, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' + json.dumps({"prompt": "b" * 5000}))
+    with pytest.raises(InputError, match="in.jsonl, prompt 2: a prompt of 5000 tokens"):
+        answered(words, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_answers_go_to_a_pipe_in_the_order_of_the_prompts(words, tmp_path, capsys):
+    generate.main(words)
+    expected = capsys.readouterr().out
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True) as reader:
+        generate.main([*words, "--out", str(pipe)])
+        assert reader.communicate()[0] == expected
+    assert [json.loads(line)["id"] for line in expected.splitlines()[::2]] == [*range(7)]
+
+
+# --- other jobs
+
+
+def slow(number: int, files: list[Path]) -> tuple[int, int]:
+    Path(files[0]).with_suffix(".begun").touch()
+    time.sleep(60)
+    return 1, 1
+
+
+def interrupted_tokenize(folder: Path) -> None:
+    from minitrain.run.launch import cli
+
+    os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT), 2)
+    tokenize_files.partial = lambda *args, **kwargs: slow
+    words = ["tokenize", "--tokenizer", "bytes", "--processes", "2", "--out", f"{folder}/out"]
+    cli.run(lambda _: dispatch([*words, str(folder / "in")]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_tokenize_leaves_nothing(tmp_path, number):
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "in" / f"{name}.txt").write_text("text")
+    process = fork(interrupted_tokenize, tmp_path)
+    deadline = time.monotonic() + 100
+    while len(list((tmp_path / "in").glob("*.begun"))) < 2:
+        assert time.monotonic() < deadline and process.is_alive(), (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    began = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(20)
+    assert process.exitcode == 128 + number and time.monotonic() < began + 10
+    line = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (tmp_path / "log").read_text().splitlines()[-1] == line
+    assert sorted(os.listdir(tmp_path)) == ["in", "log"]
+
+
+def test_an_interrupted_evaluation_tells_what_it_has_measured(
+    folder, tmp_path, capsys, monkeypatch
+):
+    from minitrain.training.language_modeling import LanguageModeling
+
+    (tmp_path / "a.txt").write_text("some texts.   " * 36)
+    words = ["evaluate", "--model", str(folder), "--device", "cpu"]
+    dispatch([*words, str(tmp_path / "a.txt")])
+    assert "36/36" in capsys.readouterr().err
+    count = LanguageModeling.count
+    left = iter(range(3))
+
+    def counted(objective, batch):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return count(objective, batch)
+
+    monkeypatch.setattr(LanguageModeling, "count", counted)
+    with pytest.raises(KeyboardInterrupt):
+        dispatch([*words, str(tmp_path / "a.txt")])
+    assert "note: so far 42 tokens of 3 of 36 rows: " in capsys.readouterr().err
+
+
+# --- the compiler, as slow as a model of 8B parameters makes it
+
+COMPILING = """
+import os, sys, threading, time
+import torch
+from torch._inductor.codecache import CppCodeCache
+from minitrain.run.launch import cli
+import minitrain.__main__ as m
+
+def slow(*args, **kwargs):
+    print("compiling", flush=True)
+    time.sleep(100)
+    raise AssertionError("the compiler was not left")
+
+for name in ("load_async", "load"):
+    setattr(CppCodeCache, name, slow)
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+for name in ("load_pybinding_async", "load_pybinding"):
+    setattr(CppPythonBindingsCodeCache, name, slow)
+# what the interpreter would wait for
+threading.Thread(target=time.sleep, args=(100,)).start()
+m.main()
+"""
+TRAIN = """train --config CONFIG compile=true device=cpu steps=3 batch.global=1 batch.micro=1 batch.seq_len=16
+model.num_layers=1 model.vocab_size=258 validation.every=0 optim.warmup=0 out_dir=OUT"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_compiles_ends_the_run_with_a_line(tmp_path, number):
+    (tmp_path / "c.yaml").write_text("model: llama3-8b-tiny\n")
+    words = (
+        TRAIN.replace("CONFIG", f"{tmp_path}/c.yaml").replace("OUT", f"{tmp_path}/out").split()
+    )
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPILING, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    lines = iter(process.stdout.readline, "")
+    assert any(line == "compiling\n" for line in lines), process.communicate()
+    began = time.monotonic()
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and time.monotonic() < began + 10, told
+    expected = f"{number.name}: ended while torch.compile was at work on the first step"
+    assert told.splitlines()[-1] == expected and "Traceback" not in told
