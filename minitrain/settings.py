@@ -262,6 +262,15 @@ class GRPO:
     # exact, math, math_verify (symbolic, slower; pip install -e '.[math]'), or your own function as
     # package.module:name (see grpo/rewards.py)
     reward: str = "exact"
+    # what replies are sent to in place of a reward, package.module:Class (see grpo/environments.py)
+    environment: str = ""
+    turns: int = number(8, 1, 1 << 16)  # most replies of a sample to its environment
+    # most seconds of a sample's environment, all its calls together
+    environment_seconds: float = number(60.0, 0.001, 1e6)
+    # an environment that fails, or takes longer, ends the run, or its sample with the reward 0
+    environment_failure: Literal["stop", "zero"] = "stop"
+    # seconds that decoding waits for answers, until one takes longer: then others go on meanwhile
+    environment_wait: float = number(0.1, 0, 1e6)
     # key of the prompt in the lines of data.path; default: the first usual name in a line
     # (data/chat/problems.py)
     prompt_key: str = ""

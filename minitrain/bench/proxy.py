@@ -18,7 +18,8 @@ from minitrain.bench.figures import placed, published_step_time, rates, token_fl
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config.checks import validate
-from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.ranks import micro_batches, stated_ranks
 from minitrain.run.monitor.flops import clean, count_flops, visible_share
 from minitrain.settings import Config, Parallel
 

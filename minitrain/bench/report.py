@@ -54,7 +54,7 @@ MODES = {
     "measured": "the whole row, run",
     "extrapolated": "from proxies with fewer layers on one rank, without communication",
 }
-# of a kind that its name alone does not explain
+# kinds that the summary describes in words
 IN_WORDS = {"fastest": "in our fastest layout", "recipe": "predicted as they were run"}
 # keys of `reference` that are printed as notes, each with how the note begins
 REMARKS = {"known_error": "", "differs": "the published run ", "others": "others' tokens/s: "}

@@ -199,7 +199,7 @@ def link(url: str, text: str) -> str:
 
 
 def bullets(lines) -> str:
-    # code stands between backticks
+    # text between backticks is code
     texts = (re.sub("`([^`]+)`", r"<code>\1</code>", escape(line)) for line in lines)
     items = "".join(f"<li>{text}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""

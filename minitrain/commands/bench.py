@@ -19,9 +19,8 @@
 
 Any setting can follow as key=value, such as batch.micro=1 model.num_layers=2.
 
-Each result is printed and written as soon as it is there, since machines are rented by the hour. A
-config that fails is reported in one line and does not stop those after it; the exit code says so in
-the end.
+Each result is printed and written at once, since machines are rented by the hour. A config that
+fails is reported in one line and does not stop those after it; the exit code says so in the end.
 """
 
 import gc
@@ -47,8 +46,7 @@ from minitrain.run.launch.interrupts import stop
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 
-# torch, and what brings it, is imported by the functions that need it: it takes seconds, and --help,
-# --list, --report and a mistyped key are answered without it
+# torch, which takes seconds, is imported in functions: --help, --list and typos are answered before
 
 RESULTS = own_folder("results")
 UNSTEADY = "steps were not of one speed, or faster than the machine's matrix products: was it busy with other things?"
@@ -284,7 +282,7 @@ def show_unread(cases: list[Case], options: Namespace) -> None:
 
     also_read = ("rollout", "grpo") if options.generate else ()
     notes = [note for case in cases for note in unread(case.config, also_read)]
-    if is_first_rank():
+    if rank() == 0:
         for note in dict.fromkeys(notes):
             print(note, file=sys.stderr, flush=True)
 
@@ -308,7 +306,7 @@ def run_all(cases: list[Case], options: Namespace) -> None:
                 tell(case.row, error, options.debug)
     finally:
         # also where SIGTERM or Ctrl-C ends it
-        if len(results) > 1 and is_first_rank():
+        if len(results) > 1 and rank() == 0:
             from minitrain.simulator.sweep import growth
 
             print(growth(results) if options.sweep else table(results, options.wide), flush=True)
@@ -327,7 +325,7 @@ def run_case(case: Case, options: Namespace) -> list[dict]:
             from minitrain.simulator.dry_run import dry_run
 
             found = dry_run(config)
-            if is_first_rank():
+            if rank() == 0:
                 print(f"{case.row}: {found}", flush=True)
             continue
         release_memory()
@@ -407,7 +405,7 @@ def show_calibration(config: Config, file: str | None) -> None:
     from minitrain.simulator.calibrate import calibrate
 
     outcome = calibrate(pick_device(config.device))
-    if is_first_rank():
+    if rank() == 0:
         print(calibration_line(outcome), flush=True)
         append(outcome, file)
 
@@ -437,18 +435,12 @@ def rank_combinations(file: str, overrides: list[str], options: Namespace) -> No
 # --- what is printed and written
 
 
-def is_first_rank() -> bool:
-    """Return whether this process prints and writes for all."""
-    return rank() == 0
-
-
 def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
     """Print a result and append it to the file of results, at once: what comes later may fail.
 
-    Either is done though the other cannot be, as where whoever read the output has gone, or a disk
-    is full.
+    Either is done though the other cannot be: the reader may have gone, or the disk be full.
     """
-    if not is_first_rank():
+    if rank() != 0:
         return
     try:
         print(table([outcome], wide), flush=True)
@@ -484,24 +476,23 @@ def tell(row: str, error: Exception, debug: bool) -> None:
     """Report the error in one line, as the command line reports its own."""
     if debug:
         traceback.print_exception(error)
-    if is_first_rank():
+    if rank() == 0:
         line = cli.in_one_line(error) or f"{error!r:.200}"
         print(f"error: {row}: {line}", file=sys.stderr, flush=True)
 
 
 def tell_next(options: Namespace) -> None:
     """Say on stderr what was written, and what to do next."""
+    file = options.json
     if options.dry_run:
         line = "nothing was run: leave --dry-run out, or predict speed and memory with --simulate"
-    elif not options.json:
+    elif not file:
         line = "--json FILE keeps results, and --report FILE shows them beside the published ones"
     elif options.calibrate:
-        line = (
-            f"wrote {options.json}: simulate this machine with --simulate --system {options.json}"
-        )
+        line = f"wrote {file}: simulate this machine with --simulate --system {file}"
     else:
-        line = f"wrote {options.json}: python bench.py --report {options.json} makes a page of it"
-    if is_first_rank():
+        line = f"wrote {file}: python bench.py --report {file} makes a page of it"
+    if rank() == 0:
         if options.trace:
             print(f"wrote {options.trace}: see it at https://ui.perfetto.dev", file=sys.stderr)
         print(line, file=sys.stderr)

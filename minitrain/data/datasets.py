@@ -68,8 +68,10 @@ def with_steps(config: Config, rows: int, per_step: int) -> Config:
     if not config.epochs:
         return config
     if rows >= ENDLESS:
-        told = f"epochs={config.epochs:g} needs data that ends, and data.kind={config.data.kind}"
-        raise InputError(f"{told} has no end here (use steps)")
+        raise InputError(
+            f"epochs={config.epochs:g} needs data that ends, and data.kind={config.data.kind} has no end here "
+            f"(use steps)"
+        )
     # the decimal number as written: 1.1 as a float is a little more, which could add a step
     epochs = Fraction(str(config.epochs))
     return replace(config, steps=math.ceil(epochs * rows / per_step), epochs=0.0)

@@ -101,7 +101,7 @@ def read_texts(
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things, as 1 row or 1,200 rows."""
+    """Return a number with its noun, such as 1 row or 1,200 rows."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -143,7 +143,7 @@ def decode(raw: bytes, file: Path, place: int = 0) -> str:
     look = kind_of_binary if b"\0" in raw[:4096] else stand_in_kind
     if what := look(file, raw):
         raise InputError(f"{file} is {what}")
-    # UTF-16 without its mark is UTF-8 with zeros
+    # UTF-16 without a mark is also valid UTF-8, with zero bytes
     if not place and b"\0" in raw[:4096] and encoding_of(raw):
         raise InputError(f"{file} is not UTF-8{in_utf8(raw)}")
     try:
@@ -151,12 +151,9 @@ def decode(raw: bytes, file: Path, place: int = 0) -> str:
         return raw.decode("utf-8" if place else "utf-8-sig")
     except UnicodeDecodeError as error:
         what = kind_of_binary(file, raw)
-        told = (
-            f"{what}, no text"
-            if what
-            else f"not UTF-8 at byte {place + error.start}{in_utf8(raw)}"
-        )
-        raise InputError(f"{file} is {told} (data.exclude leaves files out)") from error
+        fault = f"not UTF-8 at byte {place + error.start}{in_utf8(raw)}"
+        fault = f"{what}, no text" if what else fault
+        raise InputError(f"{file} is {fault} (data.exclude leaves files out)") from error
 
 
 class Number(float):
@@ -346,7 +343,7 @@ def _object(pairs: list) -> dict:
 
 
 def other_task(record: dict, *tasks: str) -> str:
-    """Return which of `tasks` a line is for, by its keys, with the reason; empty if for none."""
+    """Return the one of `tasks` that an object's keys fit, with the reason; "" if none."""
     has_pair = record.get("chosen") is not None and record.get("rejected") is not None
     chats = [key for key in ("messages", "conversations") if record.get(key)]
     found = {
@@ -367,6 +364,7 @@ def text_of(record: dict, key: str, hint: str = "") -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        told = "half of a surrogate pair, or bytes that are not UTF-8"
-        raise InputError(f"{key!r} holds {told}, which is not text") from None
+        raise InputError(
+            f"{key!r} holds half of a surrogate pair, or bytes that are not UTF-8, which is not text"
+        ) from None
     return text

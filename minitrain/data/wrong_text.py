@@ -1,4 +1,4 @@
-"""Name what a text that is not UTF-8, or not JSON, is instead, and the way out."""
+"""Recognize what a text is that is not UTF-8, not JSON or not YAML, and tell what to do with it."""
 
 import ast
 import codecs
@@ -6,22 +6,25 @@ import json
 import re
 from contextlib import suppress
 
-# of files, with the names that iconv takes
+# byte order mark -> iconv's name of the encoding
 MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+# encodings that are tried for text without a mark
 UNMARKED = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")
-# bytes and characters that are looked at
+# bytes from which an encoding is recognized
 LOOKED_AT = 1 << 12
+# characters of a line of JSON that are examined
 LONGEST = 1 << 20
+# signs beyond ASCII, besides letters, that western text contains
 WESTERN = (
     "\u2018\u2019\u201c\u201d\u2013\u2014\u2026\u20ac\xa3\xa9\xae\xb0\xab\xbb\xbf\xa1\xbd\xa0"
 )
 QUOTES = re.compile("[\u201c\u201d\u201e\u00ab\u00bb]")
-# letters that are taken for a sign of YAML, which knows one spelling of each
+# characters that look like a sign of YAML -> that sign
 LOOK_ALIKES = {
     "\uff1a": ":",
     "\uff0c": ",",
@@ -31,15 +34,16 @@ LOOK_ALIKES = {
     "\u201c": '"',
     "\u201d": '"',
 }
+# Python's words -> JSON's
 WORDS = {"True": "true", "False": "false", "None": "null"}
 PYTHON = re.compile(r"\b(True|False|None)\b")
 CSV = "a table in text (datasets' Dataset.from_csv(FILE).to_json(NEW) converts it)"
 
 
 def encoding_of(raw: bytes) -> str:
-    """Return the encoding of a text that is not UTF-8, by its marks, zeros or letters.
+    """Return the encoding of a text that is not UTF-8, from its mark, zero bytes or letters.
 
-    Empty if it may be UTF-8, or nothing tells.
+    "" if it may be UTF-8, or if the encoding is not recognized.
     """
     head = raw[:LOOKED_AT]
     for mark, code in MARKS.items():
@@ -47,7 +51,7 @@ def encoding_of(raw: bytes) -> str:
             return code
     for code in UNMARKED if b"\0" in head else ():
         with suppress(UnicodeDecodeError):
-            # a character may be cut at the end
+            # whole characters only
             text = head[: len(head) // 4 * 4].decode(code)
             plain = all(letter.isprintable() or letter in "\t\n\r" for letter in text)
             if plain and text[:1].isascii() and text:
@@ -56,9 +60,9 @@ def encoding_of(raw: bytes) -> str:
 
 
 def one_byte_encoding(raw: bytes) -> str:
-    """Return the encoding of western text with a byte for each letter; empty for all else.
+    """Return the encoding of western text with one byte per character; "" for all else.
 
-    There what is beyond ASCII are letters or quotes, alone or two together.
+    In such text, bytes beyond ASCII are letters or signs such as quotes, at most two in a row.
     """
     with suppress(UnicodeDecodeError):
         raw.decode()
@@ -72,14 +76,14 @@ def one_byte_encoding(raw: bytes) -> str:
 
 
 def in_utf8(raw: bytes) -> str:
-    """Return in brackets what makes UTF-8 of bytes that are none."""
+    """Return in parentheses how to convert bytes that are not UTF-8."""
     code = encoding_of(raw)
-    told = f"it is {code}" if code else "if it is text of another ENCODING"
-    return f" ({told}: iconv -f {code or 'ENCODING'} -t UTF-8 FILE > NEW)"
+    reason = f"it is {code}" if code else "if it is text of another ENCODING"
+    return f" ({reason}: iconv -f {code or 'ENCODING'} -t UTF-8 FILE > NEW)"
 
 
 def look_alike(text: str) -> str:
-    """Return where a text that is no YAML has a letter for a sign, as LINE: what; "" without one."""
+    """Return where a text that is no YAML has a character of LOOK_ALIKES, as LINE: what to write."""
     for number, line in enumerate(text.splitlines(), 1):
         for letter, sign in LOOK_ALIKES.items():
             if letter in line.partition("#")[0]:
@@ -88,7 +92,7 @@ def look_alike(text: str) -> str:
 
 
 def not_json(text: str) -> str:
-    """Return in brackets what a text, a line of JSON that cannot be parsed, is instead; or ""."""
+    """Return in parentheses what is wrong with a line of JSON that cannot be parsed; "" if unknown."""
     text = text[:LONGEST].strip()
     if text[:1] not in ("{", "["):
         return f" ({not_an_object(text)})"
@@ -103,9 +107,9 @@ def not_json(text: str) -> str:
         "keys stand in quotes": re.sub(r"([{,]\s*)([A-Za-z_]\w*)(\s*:)", r'\1"\2"\3', text),
         "a line break or tab in a text is written \\n or \\t": re.sub(r"[\n\r\t]", " ", text),
     }
-    for told, other in mended.items():
+    for mistake, other in mended.items():
         if other != text and is_json(other):
-            return f" ({told})"
+            return f" ({mistake})"
     with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         ast.literal_eval(text)
         return " (it is written by Python's print: json.dumps writes JSON)"
@@ -117,7 +121,7 @@ def not_json(text: str) -> str:
 
 
 def not_an_object(text: str) -> str:
-    """Return what a line is that does not begin as an object or an array of JSON."""
+    """Return what a line is that does not begin like an object or an array of JSON."""
     if text.startswith(("//", "#", "/*")):
         return "a comment: JSON has none"
     if text.startswith("<"):
@@ -130,7 +134,7 @@ def not_an_object(text: str) -> str:
 
 
 def is_open(text: str) -> bool:
-    """Return True if brackets that a text opens outside of quotes stay open."""
+    """Return True if a text opens more brackets, outside of quotes, than it closes."""
     bare = re.sub(r'"(?:[^"\\]|\\.)*("|$)', "", text)
     return len(re.findall(r"[{\[]", bare)) > len(re.findall(r"[}\]]", bare))
 

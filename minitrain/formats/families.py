@@ -137,7 +137,7 @@ class Family:
         return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
 
 
-# has no config.json, and stores tensors as they are
+# for models without an entry in FAMILIES, such as Wan
 PLAIN = Family("")
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
 QWEN3 = dict(attention_bias=False, use_sliding_window=False)
@@ -289,6 +289,11 @@ FAMILIES = {
         # these tensors are masks
         ignored=r".*\.attn\.(masked_)?bias",
     ),
-    # config_own.py reads and writes its config.json
-    OWN: replace(PLAIN, depth_of=deepseek_v3.depth_of),
+    # config_own.py reads and writes its config.json; all parameters are stored as they are
+    OWN: replace(
+        PLAIN,
+        place=lambda name, shape: (name, shape, (), False),
+        to_stored=iter,
+        depth_of=deepseek_v3.depth_of,
+    ),
 }

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.formats.families import FAMILIES, OWN, PLAIN
+from minitrain.formats.families import FAMILIES, PLAIN
 from minitrain.formats.tensor_files import FLOATS, StoredTensor
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
@@ -59,8 +59,6 @@ def full(shape: Shape) -> Slices:
 
 def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piece]:
     """Return the pieces that make up the parameter `name`."""
-    if config.family == OWN:
-        return [stored_part(name, shape, full(shape))]
     family = FAMILIES.get(config.family, PLAIN)
     if family.place:
         key, whole, starts, transposed = family.place(name, shape)
@@ -138,9 +136,7 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
     """Yield the stored tensors of a whole parameter. Not for a family that has its own `to_stored`."""
     prefix, _, last = name.rpartition(".experts.")
     family = FAMILIES[config.family]
-    if config.family == OWN:
-        yield name, tensor
-    elif parts := mamba_parts(name, config):
+    if parts := mamba_parts(name, config):
         key = family.stored_name(name, config.num_layers)
         yield key, by_part(tensor, parts, config.mamba.groups)
     elif not prefix:

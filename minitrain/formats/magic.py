@@ -129,19 +129,25 @@ def kind_of_folder(folder: Path) -> str:
 
 
 def kind_of_unfinished(folder: Path) -> str:
-    """Return which download of a folder has not ended, as the end of a sentence, or ""."""
+    """Return an unfinished download in a folder, as the end of a sentence; "" if there is none."""
     names = [file.name for file in folder.glob("*") if file.suffix in UNFINISHED]
-    told = "an unfinished download (the same download again finishes it)"
-    return f"; it is {min(names)}, {told}" if names else ""
+    if not names:
+        return ""
+    return f"; it is {min(names)}, an unfinished download (the same download again finishes it)"
 
 
 def kind_of_checkpoint(folder: Path) -> str:
-    """Return what makes a model of a run's checkpoint, or of all it has; "" if a folder is none."""
+    """Return how to export the model of a folder that is a run's checkpoint, or holds checkpoints.
+
+    It is the end of a sentence, "" for other folders.
+    """
     step = re.compile(r"step-(\d+)")
     names = [file.name for file in folder.glob("*")]
-    run, option = folder.parent, ""
+    run = folder.parent
+    option = ""
     if ".metadata" in names and (found := step.fullmatch(folder.name)):
-        run, option = run.parent, f" --step {int(found[1])}"
+        run = run.parent
+        option = f" --step {int(found[1])}"
     elif not any(map(step.fullmatch, names)):
         return ""
     command = f"minitrain export --run {run}{option} --out FOLDER"

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from minitrain.grpo.batches import ProblemSet
+from minitrain.grpo.environments import Dialog, Environment, Environments
 from minitrain.grpo.offload import Memory
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rewards import Reward
@@ -52,7 +53,7 @@ class Ranks(NamedTuple):
     """Which ranks do what; where they are colocated, all do both.
 
     samplers, everyone: the sampling ranks, and all, on gloo.
-    tp: this rank's and the others of one sampler.
+    tp: this rank's and the others of one sampler. sampler: the same on gloo, None if it is alone.
     """
 
     training: range
@@ -60,6 +61,7 @@ class Ranks(NamedTuple):
     samplers: ProcessGroup
     everyone: ProcessGroup
     tp: DeviceMesh
+    sampler: ProcessGroup | None = None
 
 
 class PolicyLoop:
@@ -69,7 +71,8 @@ class PolicyLoop:
 
     meshes: of the training ranks. problems, held_out: to train on, and to evaluate on. ends: the
         tokens that end a response.
-    fill: see `build_model`. draft: what guesses the samplers' next tokens, if anything does.
+    fill: see `build_model`. talk: with environments, makes an environment, and a Dialog.
+    draft: what guesses the samplers' next tokens, if a model of its own does.
     record(groups, step): called by all ranks with the responses of a step, before it trains.
     """
 
@@ -85,6 +88,7 @@ class PolicyLoop:
         reward: Reward,
         fill: Callable[[Config, Module], None],
         record: Callable[[list[Group], int], None],
+        talk: tuple[Callable[[], Environment], Callable[[], Dialog]] | None = None,
         draft: Decoder | None = None,
     ):
         self.config = config
@@ -115,8 +119,9 @@ class PolicyLoop:
             samples = most_samples(config, replicas)
             longest = config.batch.seq_len + 1
             sampler = Sampler(model, tokenizer, config.rollout, samples, longest, draft)
+            play = talk and partial(Environments, config, *talk, group=ranks.sampler)
             self.worker = RolloutWorker(
-                config, sampler, tokenizer, ends, reward, replica, replicas, ranks.samplers
+                config, sampler, tokenizer, ends, reward, replica, replicas, ranks.samplers, play
             )
         kept = {}
         lost = {}

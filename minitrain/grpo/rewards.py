@@ -303,8 +303,8 @@ def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:
     return -penalty * min(max(tokens - longest + buffer, 0) / buffer, 1) if buffer else 0.0
 
 
-def call(name: str, about: str, function: Callable, *arguments: Any) -> Any:
-    """Call what belongs to the reward `name`; whatever it raises becomes one line, an InputError."""
+def call(setting: str, about: str, function: Callable, *arguments: Any) -> Any:
+    """Call what a setting names; whatever it raises becomes one line, an InputError."""
     try:
         return function(*arguments)
     # it is the user's code, which can raise anything
@@ -313,7 +313,7 @@ def call(name: str, about: str, function: Callable, *arguments: Any) -> Any:
         last = traceback.extract_tb(error.__traceback__)[-1]
         what = traceback.format_exception_only(error)[-1].partition("\n")[0]
         raise InputError(
-            f"grpo.reward={name} raised {what} {about}, at {last.filename}:{last.lineno}"
+            f"{setting} raised {what} {about}, at {last.filename}:{last.lineno}"
         ) from error
 
 
@@ -328,7 +328,7 @@ def reward_state(reward: Reward, name: str) -> Any:
 
     Raises InputError if JSON would not give back what it is.
     """
-    state = call(name, "in state_dict()", reward.state_dict)
+    state = call(f"grpo.reward={name}", "in state_dict()", reward.state_dict)
     try:
         copy = json.loads(json.dumps(state))
     except (TypeError, ValueError, RecursionError):

@@ -83,7 +83,7 @@ def shard(
     if holders:
         # FSDP gathers a unit when one of its modules is called, but nothing calls these
         model.register_forward_pre_hook(lambda module, inputs: holders[0].unshard())
-    gather_once(model, [module for unit in units for module in unit if is_frozen(module)])
+    gather_once(model, [module for unit in units if is_frozen(unit[0]) for module in unit])
     set_prefetch(units, prefetch)
     sum_gradients(model, mesh, for_experts)
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.shards import to_local
 from minitrain.run.config.environment import rank, world_size
-from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.ranks import micro_batches, stated_ranks
 from minitrain.run.launch.start import meshes_of
 from minitrain.settings import Config
 from minitrain.simulator.fake_world import fake_world, trace_step

@@ -18,7 +18,7 @@ import torch
 from minitrain.bench.figures import placed, published_step_time, rates, token_flops
 from minitrain.bench.rows import constants
 from minitrain.data.datasets import open_dataset
-from minitrain.run.config.layout_checks import stated_ranks
+from minitrain.run.config.ranks import stated_ranks
 from minitrain.run.monitor.flops import visible_share
 from minitrain.settings import Config
 from minitrain.simulator.simulate import Simulation, record, time_traces

@@ -26,12 +26,8 @@ from statistics import median_high
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
-from minitrain.run.config.layout_checks import (
-    check_layout,
-    micro_batches,
-    row_ranks,
-    stated_ranks,
-)
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.ranks import micro_batches, row_ranks, stated_ranks
 from minitrain.run.monitor.flops import visible_share
 from minitrain.settings import Config
 from minitrain.simulator import tracers

@@ -34,7 +34,7 @@ from minitrain.bench.measure_policy import published_lengths
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import empty_model
-from minitrain.run.config.layout_checks import row_ranks, stated_ranks
+from minitrain.run.config.ranks import row_ranks, stated_ranks
 from minitrain.run.monitor.flops import policy_flops
 from minitrain.settings import GRPO, Config, Data
 from minitrain.simulator.simulate import TWICE, Simulation

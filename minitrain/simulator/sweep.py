@@ -12,8 +12,8 @@ from tqdm import tqdm
 from minitrain.bench.rows import load_row
 from minitrain.bench.tables import in_width, sized
 from minitrain.errors import InputError
-from minitrain.run.config.layout_checks import stated_ranks, training_ranks
 from minitrain.run.config.load import load
+from minitrain.run.config.ranks import stated_ranks, training_ranks
 from minitrain.settings import Config, Parallel
 from minitrain.simulator.predict import predicted_row
 from minitrain.simulator.timeline import System

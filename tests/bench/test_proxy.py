@@ -22,8 +22,8 @@ from minitrain.bench.tables import is_of_system, label
 from minitrain.commands import bench as benchmark
 from minitrain.commands.bench import write_result
 from minitrain.errors import InputError
-from minitrain.run.config.layout_checks import micro_batches
 from minitrain.run.config.load import load
+from minitrain.run.config.ranks import micro_batches
 from minitrain.settings import Lora
 from minitrain.simulator import predict
 from tests.helpers.commands import command

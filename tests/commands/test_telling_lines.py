@@ -154,6 +154,8 @@ def test_an_unfinished_download_of_weights_is_named(folder):
         ("evaluate --model model --kind jsonl a.txt", r"text: --kind text reads texts\)"),
         ("evaluate --model model latin.txt", r"not UTF-8 at byte 3 \(it is ISO-8859-1: iconv"),
         ("evaluate --model model --kind jsonl folder", "as --kind jsonl a folder's"),
+        ("generate --model model --prompts a.txt.jsonl", "text: lines of text stand in a file"),
+        ("generate --model model --prompts latin.txt", r"it is ISO-8859-1: iconv .* NEW\)$"),
         ("tokenize --tokenizer bytes --out t a.jsonl", "--field names the key .* task=sft"),
         ("tokenize --tokenizer bytes --out t nothing", "^no file matches 'nothing'"),
         ("tokenize --tokenizer bytes --out t org/name", "hf download .* then give DIR"),
@@ -165,6 +167,7 @@ def test_commands_give_hints_in_their_own_options(folder, words, told):
     write("pairs.jsonl", PAIR)
     Path("a.csv").write_text("a,b\n1,2\n")
     Path("a.txt").write_text("Once upon a time.\n")
+    Path("a.txt.jsonl").write_text("Once upon a time.\n")
     Path("latin.txt").write_bytes("caf\u00e9 au lait".encode("latin-1"))
     Path("folder").mkdir()
     Path("folder/a.csv").write_text("a")

@@ -16,7 +16,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run.config import load as configs
-from minitrain.run.config.layout_checks import micro_batches
+from minitrain.run.config.ranks import micro_batches
 from minitrain.run.monitor.flops import count_work, visible_share
 from minitrain.settings import Lora
 from minitrain.simulator import sweep

@@ -10,8 +10,9 @@ from minitrain.bench.decoding import Reads, model_reads
 from minitrain.bench.rows import CONFIGS
 from minitrain.data.datasets import open_dataset
 from minitrain.models.zoo import empty_model, model_config
-from minitrain.run.config.layout_checks import check_layout, stated_ranks
+from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import from_dict, load
+from minitrain.run.config.ranks import stated_ranks
 from minitrain.simulator.simulate import Simulation
 from minitrain.simulator.simulate_policy import (
     LENGTH_SPREAD,

@@ -85,7 +85,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo") if group is None else group
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
-        # a step whose checkpoint stays too
+        # a step whose checkpoint is kept in addition to the newest ones
         self.pinned: int | None = None
         # model -> digest of its frozen weights
         self.bases: dict[Module, str] = {}
@@ -120,7 +120,7 @@ class Checkpointer:
             self._write(step, tensors, description)
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step, and of no other, beside the newest ones."""
+        """Keep the checkpoint of this step in addition to the newest ones, and no longer an earlier one."""
         self.wait()
         self.pinned = step
         lead(self.group, self._remove_old, step)

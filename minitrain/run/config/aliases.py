@@ -1,11 +1,12 @@
-"""Name our setting for what other trainers call it.
+"""Map other trainers' names of settings to ours, for error messages.
 
-They are TRL, torchtune, Axolotl, LLaMA-Factory, Megatron, verl and nanoGPT.
+The trainers are TRL, torchtune, Axolotl, LLaMA-Factory, Megatron, verl and nanoGPT.
 """
 
 import difflib
 from collections.abc import Iterable
 
+# each line: our setting = their names
 TABLE = """
 model = model_name_or_path pretrained_model_name_or_path base_model model_name model_path pretrained_model load
 steps = max_steps train_steps num_steps training_steps max_iters total_steps total_training_steps iterations
@@ -76,7 +77,7 @@ grpo.clip_low and grpo.clip_high = clip_ratio cliprange clip_range
 grpo.reward = reward_funcs reward_fn reward_function
 rollout.max_tokens = max_new_tokens max_completion_length max_response_length response_length
 """
-# of a model's config, as config.json and other libraries have it
+# the same for the keys of a model's config
 MODEL_TABLE = """
 num_layers = num_hidden_layers n_layer n_layers
 hidden_size = n_embd d_model n_embed hidden_dim
@@ -90,7 +91,7 @@ num_experts = num_local_experts n_routed_experts
 
 
 def by_alias(table: str) -> dict[str, str]:
-    """Return our setting for each of the other names in a table."""
+    """Return a dict from each of the other names in a table to our setting."""
     found = {}
     for line in table.strip().splitlines():
         ours, aliases = line.rsplit(" = ", 1)
@@ -103,9 +104,9 @@ OF_MODEL = by_alias(MODEL_TABLE)
 
 
 def advice(key: str, known: Iterable[str], where: str) -> str:
-    """Return in brackets what to write for an unknown key below `where`.
+    """Return a hint in brackets: what to write in place of an unknown key of the section `where`.
 
-    If nothing is like it, say where all settings are.
+    If nothing resembles the key, the hint says how to list all settings.
     """
     word = key.lower().replace("-", "_")
     aliases = OF_MODEL if where == "model" else ALIASES
@@ -115,7 +116,7 @@ def advice(key: str, known: Iterable[str], where: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return in brackets the likeliest of `known`, whatever its case; nothing if none is alike."""
+    """Return in brackets the one of `known` most similar to `word`, ignoring case; "" if none is."""
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
     return f"(nearest: {names[near[0]]})" if near else ""

@@ -1,7 +1,8 @@
-"""Check settings against each other; layout_checks.py has what concerns layouts.
+"""Check settings against each other. Checks of parallel layouts are in layout_checks.py.
 
-All are made before anything is built or any process group starts. A field's own limits are its
-metadata (settings.py), all else is (wrong, line) pairs, in the order in which they are looked at.
+All run before anything is built or a process group starts. The limits of single fields are metadata
+in settings.py. All other checks are generators of (is it wrong?, message) pairs: the first pair that
+is wrong becomes the error.
 """
 
 import dataclasses
@@ -30,14 +31,14 @@ from minitrain.training.sigmas import check_diffusion
 VIDEOS = ("latents", "shapes")
 # kinds of data that can be mixed
 SOURCES = ("text", "jsonl", "tokens")
-# tasks that train on them
+# tasks that train on chats
 CHATS = ("sft", "lora", "dpo")
 
 
 def validate(c: Config) -> None:
     """Raise InputError for settings that contradict each other.
 
-    What depends on the number of ranks is in `check_layout`.
+    Checks that depend on the number of ranks are in `check_layout`.
     """
     p = c.parallel
     videos = c.task == "diffusion"
@@ -67,7 +68,7 @@ def validate(c: Config) -> None:
 
 
 def _range_faults(section: Any, prefix: str = "") -> Faults:
-    """Yield the numbers outside the limits that their fields state."""
+    """Check numbers against the limits of their fields."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         name = prefix + field.name.rstrip("_")
@@ -81,10 +82,10 @@ def _range_faults(section: Any, prefix: str = "") -> Faults:
 
 
 def _value_faults(c: Config) -> Faults:
-    """Yield values that no least or most of a field can say, and those that need another setting."""
+    """Check values that a least and a most cannot describe, and those that need another setting."""
     b = c.batch
     o = c.optim
-    # weights that get no gradient would become 0 / 0
+    # with a smaller eps, weights without a gradient would be updated by 0 / 0
     yield o.name != "sgd" and o.eps < 1e-30, f"optim.eps={o.eps} must be at least 1e-30"
     shards = c.parallel.dp_shard
     yield (
@@ -263,12 +264,12 @@ def _lora_faults(c: Config) -> Faults:
     )
     yield not 0 <= dropout < 1, f"lora.dropout={dropout} must be at least 0 and below 1"
     speed = getattr(c.model.config, "bias_update_speed", 0)
-    # which grpo never moves
+    # grpo never changes this bias
     yield (
         speed and c.task != "grpo",
         f"model.bias_update_speed={speed}: lora freezes the model, no adapter has the bias (use 0)",
     )
-    # says which targets the model does not have, or PEFT no form for
+    # raises for targets that the model does not have or PEFT cannot express
     adapter_shapes(c.model.config, c.lora)
 
 
@@ -314,7 +315,8 @@ def _language_faults(c: Config) -> Faults:
         c.task in CHATS and kind not in ("jsonl", "mock"),
         f"data.kind={kind} holds no chats, as task={c.task} needs (use jsonl or mock)",
     )
-    # a weight divided by itself is 1, whatever a new router says; one that is read may have learned
+    # a weight divided by itself is 1, whatever a new router computes. A router from a checkpoint may
+    # have been trained otherwise
     alike = model.norm_topk_prob and 1 == model.num_experts_per_tok < model.num_experts
     yield (
         alike and not (model.fake_balanced_gate or c.model.path or c.lora),

@@ -1,6 +1,6 @@
-"""Describe the settings: each key below its comment, with choices and default.
+"""Describe the settings for `--help`, `--help SECTION` and `--print-config`.
 
-So `--help`, `--help SECTION` and `--print-config` say what settings.py and the models' shapes say.
+Each key is printed below its comment in settings.py or the model's config, with choices and default.
 """
 
 import dataclasses
@@ -26,21 +26,21 @@ SECTIONS = [name for name, value in vars(DEFAULTS).items() if dataclasses.is_dat
 
 
 def list_settings() -> str:
-    """Return the settings that stand in no section, and the sections' names, at their defaults."""
+    """Return the settings outside of sections, with their defaults, and the names of the sections."""
     return "\n".join(
         ["settings, and sections (--help SECTION):", *annotate(DEFAULTS, "  ", deep=False)]
     )
 
 
 def describe_section(name: str) -> str:
-    """Return a section's keys at their defaults. Raises InputError for a name that is none."""
+    """Return a section's keys with their defaults. Raises InputError for an unknown section."""
     if name not in SECTIONS:
         known = ", ".join(SECTIONS)
         ours = ALIASES.get(name.lower(), name)
         homes = [key for key in setting_kinds() if key == ours or key.endswith(f".{ours}")]
         places = [f"--help {home.rpartition('.')[0]}".rstrip() + f" has {home}" for home in homes]
-        told = f"({', '.join(places)})" if homes else nearest(name, SECTIONS)
-        raise InputError(f"there is no section {name} {told or f'(but {known})'}")
+        hint = f"({', '.join(places)})" if homes else nearest(name, SECTIONS)
+        raise InputError(f"there is no section {name} {hint or f'(but {known})'}")
     section = getattr(DEFAULTS, name)
     lines = [inspect.getdoc(type(section)), "", f"{name}:", *annotate(section, "  ")]
     if name == "model":
@@ -49,12 +49,12 @@ def describe_section(name: str) -> str:
 
 
 def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]:
-    """Yield a section as YAML that reads as the same. deep: with the lines of the sections in it."""
+    """Yield the lines of a section as YAML with comments. deep: include the sections in it."""
     notes = comments(type(section))
     defaults = type(section)()
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        # a model's, whose fields stand beside its name
+        # the model's shape: its fields are written beside the model's name
         if field.type is Any:
             yield from annotate(value, indent)
             continue
@@ -77,7 +77,7 @@ def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]
 
 
 def in_words(kind: Any) -> str:
-    """Return what a setting of a type may be, as people say it."""
+    """Return in words which values a type allows."""
     names = {
         int: "whole number",
         float: "number",
@@ -97,9 +97,9 @@ def in_words(kind: Any) -> str:
 
 
 def comments(kind: type) -> dict[str, str]:
-    """Return the comments of a dataclass by field: those above it and behind it.
+    """Return the comment of each field of a dataclass: the lines above it and the end of its line.
 
-    One with an empty line after it is the heading of a group.
+    A comment followed by an empty line is the heading of a group and belongs to no field.
     """
     found = {}
     notes = []

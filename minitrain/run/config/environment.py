@@ -1,4 +1,4 @@
-"""Read what the launcher tells this process in environment variables, and report errors to it.
+"""Read the launcher's environment variables, and report errors to torchrun.
 
 Nothing here imports torch, which takes seconds, so commands that do not need it start fast.
 """

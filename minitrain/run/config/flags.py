@@ -1,4 +1,4 @@
-"""Answer settings that are written as other trainers take them: --learning_rate 1e-4."""
+"""Accept --key=value for key=value, and explain flags of other trainers: --learning_rate 1e-4."""
 
 import dataclasses
 import typing
@@ -14,13 +14,13 @@ from minitrain.settings import Config
 
 
 def take_flags(words: list[str], options: Iterable[str]) -> list[str]:
-    """Return the words of a command line, --key=value as key=value.
+    """Return the words of a command line with --key=value rewritten as key=value.
 
-    options: the command's own, which stay. Raises InputError for --key value, where nothing says
-    whether the next word is its value; it tells what each is here.
+    options: the command's own flags, which are left alone. Raises InputError for `--key value`, since
+    nothing says whether the next word is a value. The message lists the setting for each such flag.
     """
     taken = []
-    meant = []
+    problems = []
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
         key = flag.lstrip("-").replace("-", "_")
@@ -31,16 +31,18 @@ def take_flags(words: list[str], options: Iterable[str]) -> list[str]:
             taken.append(f"{key}={value}")
         else:
             given = "" if equals or following.startswith("-") or "=" in following else following
-            meant.append(f"{flag} {given}".rstrip() + f" is {meaning(flag, key, given, options)}")
-    if meant:
-        raise InputError(f"settings are key=value: {', '.join(meant)}")
+            problems.append(
+                f"{flag} {given}".rstrip() + f" is {meaning(flag, key, given, options)}"
+            )
+    if problems:
+        raise InputError(f"settings are key=value: {', '.join(problems)}")
     return taken
 
 
 def meaning(flag: str, key: str, value: str, options: Iterable[str]) -> str:
-    """Return the setting that a flag stands for, with the value if it can have it."""
+    """Return the setting that a flag stands for, with `=value` if the value has the right type."""
     kinds = setting_kinds()
-    # a model's have their types in its config
+    # the types of the model's settings depend on its config
     kinds |= {key: str} if key.startswith("model.") else {}
     if near := nearest(flag, options, 0.8):
         raise InputError(f"unknown option {flag} {near}")
@@ -56,7 +58,7 @@ def meaning(flag: str, key: str, value: str, options: Iterable[str]) -> str:
 
 
 def setting_kinds() -> dict[str, Any]:
-    """Return the type of each setting by its name, those of sections as section.key."""
+    """Return the type of each setting by name. Names in sections are section.key."""
     found = {}
     for name, kind in typing.get_type_hints(Config).items():
         # `Lora | None`

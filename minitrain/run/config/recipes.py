@@ -1,4 +1,4 @@
-"""Find configs by name, and say what makes the files that a recipe still lacks."""
+"""Find configs by name, and the commands that make the files which a recipe needs."""
 
 import os
 import re
@@ -10,26 +10,27 @@ from minitrain.errors import InputError
 
 
 def own_folder(name: str) -> Path:
-    """Return a folder of the package that is a link in a clone, or what Windows' git makes of one.
+    """Return a folder of the package.
 
-    That is a file with the link's target.
+    In a clone it is a symbolic link. Git on Windows writes a file with the link's target instead.
     """
     place = Path(__file__).parents[2] / name
     return place.parent / place.read_text("utf-8").strip() if place.is_file() else place
 
 
 CONFIGS = own_folder("configs")
-# in the head of a config: the command that makes a file or a folder, or a line of one, and its name
+# in the comments at the head of a config: the command that makes a file or folder, or an example of a
+# line of the file; and its name
 MADE = re.compile(
-    r"#   (?P<told>.*(?:--local-dir|--out|minitrain\.examples\.\w+) (?P<name>\S+).*?)(?:  +#.*)?"
-    r"|# (?P<told_line>A line of (?P<name_of_line>\S+): .*)"
+    r"#   (?P<command>.*(?:--local-dir|--out|minitrain\.examples\.\w+) (?P<name>\S+).*?)(?:  +#.*)?"
+    r"|# (?P<example>A line of (?P<name_of_example>\S+): .*)"
 )
 
 
 def config_path(text: str) -> str:
-    """Parse a config's path, as an argparse type.
+    """Return the path of a config: a file, or one of the package's own, as configs/a/b.yaml or a/b.
 
-    It is a file, or else one of the package's own configs, as configs/a/b.yaml or a/b.
+    Serves as an argparse type.
     """
     own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
     path = os.path.expanduser(text)
@@ -43,14 +44,14 @@ def own_configs() -> list[str]:
 
 
 def split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the configs among the words of a command line, FILE or config=FILE, and its settings."""
+    """Split a command line's words into configs (FILE or config=FILE) and settings (key=value)."""
     settings = [word for word in words if "=" in word.removeprefix("config=")]
     configs = [word.removeprefix("config=") for word in words if word not in settings]
     return [config_path(word) for word in configs], settings
 
 
 def only_config(named: str | None, words: list[str]) -> tuple[str, list[str]]:
-    """Return the one config, `named` by an option or among the words, and the settings."""
+    """Return the one config, given by the option (`named`) or among the words, and the settings."""
     configs, settings = split_words(words)
     configs = [named, *configs] if named else configs
     if not configs:
@@ -66,23 +67,23 @@ def only_config(named: str | None, words: list[str]) -> tuple[str, list[str]]:
 
 @contextmanager
 def with_remedy(config: str) -> Iterator[None]:
-    """Add, to an InputError about a missing file, what the config's head says of making it."""
+    """Add to an InputError about a missing file how to make it, from the comments of the config."""
     try:
         yield
     except InputError as error:
-        # a name such as models/a is not of the hub
+        # drop the hint about the hub: a name such as models/a is a folder's
         problem = str(error).partition(" (of the hub?")[0]
-        for told, name in heads(config):
+        for remedy, name in remedies(config):
             named = re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])", problem)
             if named and not os.path.exists(name):
-                raise InputError(f"{problem} ({Path(config).name} says: {told})") from error
+                raise InputError(f"{problem} ({Path(config).name} says: {remedy})") from error
         raise
 
 
-def heads(config: str) -> Iterator[tuple[str, str]]:
-    """Yield what a config's comments say of making files, each with the file's name."""
+def remedies(config: str) -> Iterator[tuple[str, str]]:
+    """Yield (how a file is made, its name) for the files that a config's comments tell how to make."""
     if os.path.isfile(config):
         for line in Path(config).read_text("utf-8", "replace").splitlines():
             if found := MADE.fullmatch(line):
-                told, name = filter(None, found.groups())
-                yield told, name
+                remedy, name = filter(None, found.groups())
+                yield remedy, name

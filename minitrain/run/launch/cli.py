@@ -17,8 +17,8 @@ from minitrain.errors import InputError, refused
 from minitrain.run.config.environment import group_is_up, tell_torchrun
 from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
-# in the messages of commands that take options and files where training takes settings: the words
-# of training, and theirs
+# Messages about data are worded for `train`, which has settings. For commands that have options
+# instead, these words are replaced: words for `train` -> words for any of these commands
 IN_OPTIONS = {
     "data.path: no file matches": "no file matches",
     "data.path=DIR": "give DIR",
@@ -26,12 +26,14 @@ IN_OPTIONS = {
     "data.field": "--field",
     " (data.exclude leaves files out)": "",
 }
+# command -> words for `train` -> its own words
 OF_COMMAND = {
     "evaluate": {
         "chats need task=sft or lora, pairs task=dpo": "chats need --chat",
         ", for task=pretrain": " (leave --chat out)",
         ", for task=dpo": ", and evaluate has no use for pairs",
     },
+    "generate": {"data.kind=text reads texts": "lines of text stand in a file of another ending"},
     "tokenize": {
         "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
     },
@@ -42,7 +44,7 @@ Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """argparse's formatter that keeps the docstring's lines and shows defaults, where there are any."""
+    """argparse's formatter that keeps the docstring's lines, and shows defaults that are not empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         has_none = action.default is None or action.default is False or action.default == []
@@ -50,7 +52,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsH
 
 
 class Once(argparse.Action):
-    """Store an option's value; a second one would be lost, or the first."""
+    """Store an option's value, and refuse a second one, which would replace it silently."""
 
     given = False
 
@@ -64,8 +66,7 @@ class Once(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """An argparse parser with `--debug`, whose errors are InputErrors.
 
-
-    settings: the command has some, which --key=value sets as the word key=value does.
+    settings: accept settings as --key=value too, besides words key=value.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse words and options in any order; argparse by itself needs all words together."""
         if self.settings:
-            # describes all settings
+            # imported only here, because it describes all settings
             from minitrain.run.config.flags import take_flags
 
             args = take_flags(args, self._option_string_actions)
@@ -117,16 +118,16 @@ def positive(
 
 @contextmanager
 def in_options(command: str) -> Iterator[None]:
-    """Say an InputError in the words of a command, if it is one of those above."""
+    """Replace words of an InputError by the command's own, for a command in OF_COMMAND."""
     try:
         yield
     except InputError as error:
         if command not in OF_COMMAND:
             raise
-        told = str(error)
-        for words, own in (IN_OPTIONS | OF_COMMAND[command]).items():
-            told = told.replace(words, own)
-        raise InputError(told) from error
+        message = str(error)
+        for words, own in (OF_COMMAND[command] | IN_OPTIONS).items():
+            message = message.replace(words, own)
+        raise InputError(message) from error
 
 
 # an argparse type that expands ~, because shells do not expand it in words such as --out=~/new
@@ -137,7 +138,7 @@ def check_writable(option: str, file: str | None) -> None:
     """Raise InputError if an option's file cannot be written, before minutes are spent to fill it."""
     path = Path(file or "")
     is_new = not path.exists()
-    # the reader of a pipe would take this for its end
+    # opening and closing a named pipe would end its reader's input
     if file is None or path.is_fifo():
         return
     with refused(f"--{option}={file} cannot be written"):
@@ -148,7 +149,10 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def bar(items: Iterable | None, total: int, unit: str, done: int = 0) -> tqdm:
-    """Return a progress bar over items, of which `done` were there before; rarely told to a file."""
+    """Return a progress bar over items. done: items that were finished before.
+
+    If stderr is not a terminal, it is printed only every 10 seconds.
+    """
     often = 0.1 if sys.stderr.isatty() else 10
     return tqdm(items, total=total, unit=unit, initial=done, mininterval=often)
 

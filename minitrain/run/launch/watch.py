@@ -54,6 +54,7 @@ _signals: list[int] = []
 
 
 def while_compiling(number: int, step: str) -> str:
+    """Return the line for a signal that ends a run while it compiles a step."""
     return f"{signal.Signals(number).name}: ended while torch.compile was at work on the {step}"
 
 
@@ -110,7 +111,7 @@ def until_signal() -> Iterator[Callable[[], str]]:
     try:
         yield stopping
     except Exception as error:
-        # a terminal interrupts the compiler's own processes, too
+        # Ctrl-C also interrupts the compiler's subprocesses, which makes compilation fail
         if _signals and compiles(frame for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise Stopped(_signals[0], while_compiling(_signals[0], "step")) from error
         raise

@@ -14,10 +14,11 @@ PANELS = {
     "learning rate": ("lr",),
     "tokens/s": ("tokens_per_sec",),
 }
-# noisy keys: their mean is drawn over them, and they are pale
+# noisy numbers, which are drawn pale, with a moving average over them
 SMOOTHED = ("loss", "reward", "reward_accuracy", "tokens_per_sec")
-# how far that mean reaches to either side, as a share of all points, and the raw line's opacity
+# how many points on either side the moving average includes, as a share of all points
 REACH = 1 / 40
+# opacity of the pale line
 PALE = 0.25
 # size of a panel in pixels
 PICTURE_WIDTH = 460
@@ -37,7 +38,7 @@ def curves(runs: dict[str, list[dict]]) -> str:
     panels = []
     for title, keys in PANELS.items():
         found = {(run, key): points(runs[run], key) for run in runs for key in keys}
-        # one point is no curve
+        # a single point makes no curve
         if any(len(numbers) > 1 for numbers in found.values()):
             panels.append((title, found))
     for number, (title, found) in enumerate(panels):
@@ -63,9 +64,9 @@ def points(lines: list[dict], key: str) -> list:
 
 
 def smooth(points: list) -> list:
-    """Return (step, mean) of (step, value), over REACH of all points before and as many after it.
+    """Return the moving average of (step, value), over REACH of all points on either side.
 
-    At both ends it reaches less far, to both sides alike.
+    Near the ends it includes fewer points, as many on one side as on the other.
     """
     reach = int(len(points) * REACH)
     sums = [0.0, *accumulate(value for _, value in points)]
@@ -81,7 +82,7 @@ def panel(
 ) -> str:
     """Draw the points of each (run, key) as a line; those of a validation also as dots.
 
-    Noisy ones are pale, under their mean.
+    Noisy lines are pale, with their moving average over them.
     """
     steps, values = zip(*chain(*found.values()), strict=True)
     x = svg.make_axis(steps, left + 60, left + width - 10)

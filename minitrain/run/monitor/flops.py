@@ -148,7 +148,7 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
         mixer == "attention" and config.windowed(layer) for layer, mixer in enumerate(mixers)
     )
     width = config.head_dim
-    # where keys and values differ, their mean
+    # keys and values of different widths: count their mean
     if config.kv_lora_rank:
         width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     width *= config.num_attention_heads
@@ -257,7 +257,10 @@ def step_flops(config: Config, dataset: Dataset | None) -> Callable[[int], float
 
 
 def video_flops(config: Config, text_tokens: int) -> Callable[[int], float]:
-    """Return a function from the patches of a step, of videos of the mean size, to FLOPs per patch."""
+    """Return a function from the patches of a step to its FLOPs per patch.
+
+    All videos of a step are counted as being of the mean size.
+    """
 
     def per_patch(patches: int) -> float:
         mean = patches / config.batch.global_

@@ -57,7 +57,7 @@ class MetricsLog:
         self.skips = []
         # True if the run ended after it had saved step `start`, but before it had written its line
         self.lacks_last = False
-        # the best validation, and its step; 0 before any
+        # the score of the best validation, and its step; 0 if there was none
         self.best = -math.inf
         self.best_step = 0
         if not self.enabled:
@@ -127,10 +127,11 @@ class MetricsLog:
             self.take_best(numbers)
 
     def is_best(self, numbers: dict) -> bool:
-        """Return whether a step's validation is better than all before, on rank 0."""
+        """Return whether a step's validation is the best so far; False on other ranks than 0."""
         return self.enabled and goodness(numbers) > self.best
 
     def take_best(self, numbers: dict) -> None:
+        """Remember a step's validation if it is the best so far."""
         if self.is_best(numbers):
             self.best = goodness(numbers)
             self.best_step = numbers["step"]
@@ -171,7 +172,7 @@ class MetricsLog:
     def end(self, config: Config, first: int, seconds: float, mfu_of: str) -> None:
         """Print the run's closing lines: see `closing_lines`."""
         if self.enabled:
-            # which would stand below
+            # closed first, or the bar would be drawn below these lines
             self.bar.close()
             lines, _ = read_lines(Path(self.file.name))
             for line in closing_lines(config, lines, first, seconds, mfu_of):

@@ -14,9 +14,9 @@ from minitrain.run.launch.start import pick_device
 from minitrain.settings import Config
 from minitrain.training.packing import ENDLESS
 
-# of lines, in columns, so that a terminal of 80 breaks none
+# of lines in characters, so that a terminal of 80 columns does not break them
 WIDTH = 78
-# steps of a run of epochs
+# a run with epochs that has fewer steps gets a warning
 FEW = 20
 LAYOUT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
@@ -43,9 +43,9 @@ def opening(config: Config, ranks: int) -> str:
 
 
 def wrapped(text: str, head: str, indent: str, end: str = "") -> str:
-    """Break a text at spaces outside of quotes into lines of WIDTH columns.
+    """Break a text into lines of WIDTH columns, at spaces outside of quotes.
 
-    The first begins with `head`, others with `indent`; all but the last end with `end`.
+    The first line begins with `head`, others with `indent`; all except the last end with `end`.
     """
     first, *words = re.findall(r"""(?:[^\s"']|"[^"]*"|'[^']*'|["'])+""", text)
     lines = [head + first]
@@ -59,9 +59,9 @@ def wrapped(text: str, head: str, indent: str, end: str = "") -> str:
 
 
 def amount(given: Config, steps: int, rows: int, per_step: int, noun: str = "row") -> str:
-    """Return how often training goes over its data; "" for data without an end.
+    """Return a line on how often training goes over its data; "" for data without an end.
 
-    given: the config as it was written, with epochs. A step takes `per_step` of the `rows`.
+    given: the config before epochs were converted to steps. rows: of the data. per_step: rows per step.
     """
     if rows >= ENDLESS:
         return ""
@@ -70,8 +70,8 @@ def amount(given: Config, steps: int, rows: int, per_step: int, noun: str = "row
         return f"{counted(rows, noun)}: {counted(steps, 'step')} of {per_step:,} = {epochs:.3g} epochs"
     epochs = "1 epoch" if given.epochs == 1 else f"{given.epochs:g} epochs"
     few = "; few steps learn little (more epochs, or a smaller batch, make more)"
-    told = f"{counted(rows, noun)}: {epochs} = {counted(steps, 'step')} of {per_step:,}"
-    return told + (few if steps < FEW else "")
+    line = f"{counted(rows, noun)}: {epochs} = {counted(steps, 'step')} of {per_step:,}"
+    return line + (few if steps < FEW else "")
 
 
 def bar_width() -> int:
@@ -105,7 +105,7 @@ def step_figures(numbers: dict, bytes_per_token: float | None = None) -> str:
 
 
 def preferring(numbers: dict, prefix: str = "") -> str:
-    """Return how well DPO's model tells replies apart."""
+    """Return the accuracy and the margin of DPO's implicit rewards."""
     accuracy, margin = (numbers[f"{prefix}reward_{name}"] for name in ("accuracy", "margin"))
     return f"accuracy {accuracy:.1%}, margin {margin:.3f}"
 

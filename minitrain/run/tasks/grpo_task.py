@@ -1,19 +1,25 @@
 """Run GRPO as a `Task`: checkpoints, files and export around the steps of grpo/policy_loop.py."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitrain.data.chat.problems import open_problems
+from minitrain.data.chat.chat_templates import choose_template
+from minitrain.data.chat.dialogs import ChatDialog
+from minitrain.data.chat.problems import Problems, open_problems
 from minitrain.data.datasets import with_steps
+from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained
+from minitrain.grpo.environments import load_environment
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
 from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
@@ -36,14 +42,34 @@ from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 
 
-def open_policy_data(config: Config) -> tuple[Config, tuple]:
-    """Return the config with its epochs as steps, and what `GrpoTask` takes: reward and problems."""
+class PolicyData(NamedTuple):
+    """The data of a GRPO run."""
+
+    # the run's, with epochs converted to steps
+    config: Config
+    reward: Callable
+    problems: Problems
+    held_out: Problems | None
+    tokenizer: Tokenizer
+    # tokens that end a response
+    ends: tuple[int, ...]
+    # with grpo.environment: what makes an environment, and what makes a dialog with it
+    talk: tuple[Callable, Callable] | None
+    # a line on how often training goes over the problems
+    amount: str
+
+
+def open_policy_data(config: Config) -> PolicyData:
+    """Open the reward and the problems of a run. Raises InputError for mistakes in them."""
     reward = load_reward(config.grpo.reward)
-    problems, *more = open_problems(config)
+    make = config.grpo.environment and load_environment(config.grpo.environment)
+    problems, held_out, tokenizer, ends = open_problems(config)
+    template = choose_template(config.data.template, tokenizer)
+    talk = (make, partial(ChatDialog, template, tokenizer)) if make else None
     prompts = config.grpo.prompts
-    counted = with_steps(config, len(problems), prompts)
-    told = amount(config, counted.steps, len(problems), prompts, "problem")
-    return counted, (reward, problems, *more, told)
+    with_number = with_steps(config, len(problems), prompts)
+    line = amount(config, with_number.steps, len(problems), prompts, "problem")
+    return PolicyData(with_number, reward, problems, held_out, tokenizer, ends, talk, line)
 
 
 class GrpoTask:
@@ -55,9 +81,9 @@ class GrpoTask:
 
     data = bytes_per_token = None
 
-    def __init__(self, config: Config, folder: Path | None, opened: tuple | None = None):
-        config, opened = (config, opened) if opened else open_policy_data(config)
-        self.reward, self.problems, held_out, tokenizer, ends, self.amount = opened
+    def __init__(self, config: Config, folder: Path | None, opened: PolicyData | None = None):
+        opened = opened or open_policy_data(config)
+        config, self.reward, self.problems, held_out, tokenizer, ends, talk, self.amount = opened
         grpo = config.grpo
         # no balancing of experts: the sampler would not follow changes of the trainer's router
         shape = replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
@@ -84,6 +110,7 @@ class GrpoTask:
             self.reward,
             fill_weights,
             self.record,
+            talk,
             self.load_draft(ranks, meshes.batch.device_type),
         )
         self.policy = self.loop.policy
@@ -153,7 +180,7 @@ class GrpoTask:
                 f"{dist.get_world_size()} (use as many, or another out_dir)"
             )
         state = states[dist.get_rank()]
-        call(name, "in load_state_dict()", self.reward.load_state_dict, state)
+        call(f"grpo.reward={name}", "in load_state_dict()", self.reward.load_state_dict, state)
 
     def save(self, numbers: dict[str, Any]) -> None:
         """Write a checkpoint of the step with these numbers."""
@@ -211,6 +238,12 @@ class GrpoTask:
 
     def record(self, groups: list[Group], step: int) -> None:
         """Write the responses of `step` (from 0), and remove old ones."""
+        failures = [response.failure for response in chain(*groups) if response.failure]
+        if failures and dist.get_rank() == 0:
+            told = (
+                f"step {step + 1}: {len(failures)} environments failed, the first: {failures[0]}"
+            )
+            print(told, file=sys.stderr, flush=True)
         if self.folder is not None:
             write_rollouts(self.rollouts(step), groups, self.everyone)
             self.remove_old_rollouts(step)
@@ -237,7 +270,10 @@ def divide_ranks(config: Config, training: range, device_type: str) -> Ranks:
     shape = world // config.rollout.tp, config.rollout.tp
     tp = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "tp"))["tp"]
     set_timeout(config.timeout_s, tp.get_all_groups())
-    return Ranks(training, sampling, samplers, everyone, tp)
+    sampler = None
+    if config.grpo.environment and config.rollout.tp > 1:
+        sampler, _ = dist.new_subgroups(config.rollout.tp, timeout=timeout, backend="gloo")
+    return Ranks(training, sampling, samplers, everyone, tp, sampler)
 
 
 def fits(groups: list[Group], config: Config) -> bool:

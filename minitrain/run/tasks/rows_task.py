@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -22,16 +23,28 @@ from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 from minitrain.training.loop import training_steps
+from minitrain.training.packing import Dataset
 
 
-def open_rows(config: Config) -> tuple[Config, tuple]:
-    """Return the config with its epochs as steps, and what `RowsTask` takes beside it: its data."""
+class Rows(NamedTuple):
+    """The data of a run that trains on rows."""
+
+    # the run's, with epochs converted to steps
+    config: Config
+    data: Dataset
+    held_out: Dataset | None
+    # a line on how often training goes over the data
+    amount: str
+
+
+def open_rows(config: Config) -> Rows:
+    """Open the data of a run. Raises InputError for mistakes in it."""
     data, held_out = open_dataset(config)
     per_step = config.batch.global_
-    counted = with_steps(config, len(data), per_step)
+    with_number = with_steps(config, len(data), per_step)
     noun = "video" if config.task == "diffusion" else "row"
-    told = amount(config, counted.steps, len(data), per_step, noun)
-    return counted, (data, held_out, told)
+    line = amount(config, with_number.steps, len(data), per_step, noun)
+    return Rows(with_number, data, held_out, line)
 
 
 class RowsTask:
@@ -39,10 +52,10 @@ class RowsTask:
 
     updates = 1
 
-    def __init__(self, config: Config, folder: Path, opened: tuple):
+    def __init__(self, rows: Rows, folder: Path):
         self.folder = folder
-        self.data, self.held_out, self.amount = opened
-        self.config = config
+        self.config, self.data, self.held_out, self.amount = rows
+        config = self.config
         self.asks = getattr(self.data, "asks", None)
         self.bytes_per_token = getattr(self.held_out or self.data, "bytes_per_token", None)
         meshes = start(config)

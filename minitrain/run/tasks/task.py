@@ -70,7 +70,7 @@ class Task(Protocol):
         """Write the checkpoint of the step with these numbers."""
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step, and of no other, beside the newest ones."""
+        """Keep the checkpoint of this step in addition to the newest ones, and no longer an earlier one."""
 
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""

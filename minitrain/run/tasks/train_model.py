@@ -42,28 +42,26 @@ def train(config: Config) -> None:
     check_free_of_others(config, folder)
     if rank() == 0:
         print(opening(config, world_size()), flush=True)
-    # a mistake in the data is told before anything is made, and whoever has the lock
-    make_task = read_data(config)
+    # report mistakes in the data before a folder is made, and even while another run holds the lock
+    make_task = open_task(config)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if pick_device(config.device).type == "cuda":
         record_flights(folder)
     with locked(folder, leads=rank() == 0), recorded(folder):
-        task = make_task(folder=folder)
+        task = make_task(folder)
         task.begin()
         with closing(open_log(task)) as log, saved_despite_errors(task.wait):
             run_task(task, log)
 
 
-def read_data(config: Config) -> Callable[..., Task]:
-    """Return what makes the task of a run in a folder. Raises InputError for mistakes in its data."""
+def open_task(config: Config) -> Callable[[Path], Task]:
+    """Open a run's data; return a function that makes its task in a folder. Raises InputError."""
     if config.task == "grpo":
         from minitrain.run.tasks.grpo_task import GrpoTask, open_policy_data
 
-        config, opened = open_policy_data(config)
-        return partial(GrpoTask, config, opened=opened)
-    config, opened = open_rows(config)
-    return partial(RowsTask, config, opened=opened)
+        return partial(GrpoTask, config, opened=open_policy_data(config))
+    return partial(RowsTask, open_rows(config))
 
 
 def check_sources(config: Config) -> None:
