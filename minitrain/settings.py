@@ -170,10 +170,13 @@ class Optim:
 class Fp8:
     """FP8 matrix products, with precision=fp8: see models/fp8.py."""
 
+    # which numbers share a scale: all of a tensor, a row, 1 x 128 of activations with 128 x 128 of
+    # weights (as DeepSeek-V3), or 1 x 32 (MXFP8); models/fp8_forms.py says what multiplies them
+    form: Literal["tensor", "row", "block", "mx"] = "tensor"
     # which products are accumulated with fewer bits on Hopper
     fast_accumulation: Literal["none", "forward", "all"] = "none"
-    # use FP8 for routed experts too, where each rank holds one of them (parallel.ep = their
-    # number)
+    # use FP8 for routed experts too; with form=tensor where each rank holds one of them
+    # (parallel.ep = their number)
     experts: bool = False
     # keep a transposed copy of the weights, so that micro-batches need not transpose them; it
     # takes a byte for each weight that the rank holds once FSDP has gathered them
@@ -243,6 +246,10 @@ class Rollout:
     steps: int = number(0, 0, 1 << 20)
     # compile the blocks of decoding steps and, unless ranks share the model, the choice of tokens
     compile: bool = False
+    # what guesses tokens (rollout/drafting.py): the folder of a smaller model of the same
+    # vocabulary, or mtp, the model's layer of multi-token prediction
+    draft: str = ""
+    draft_tokens: int = number(3, 1, 64)  # how many tokens it guesses at once
 
 
 @dataclass

@@ -32,6 +32,8 @@ from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
 from minitrain.formats.layouts_hf import (
     EMBEDDING,
+    FP8_SETTINGS,
+    IN_FP8,
     TIED_HEAD,
     Config,
     Piece,
@@ -40,6 +42,7 @@ from minitrain.formats.layouts_hf import (
     is_ignored,
     pieces,
     to_stored,
+    write_fp8,
 )
 from minitrain.formats.magic import ADAPTER_CONFIG
 from minitrain.formats.tensor_files import (
@@ -127,13 +130,16 @@ def save_pretrained(
     tokenizer=None,
     max_shard_bytes: int = 5 * 10**9,
     original_names: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained(path)` loads.
 
     It has the model's own dtype. A Wan is saved for `diffusers.WanTransformer3DModel` or, with
-    `original_names`, for Wan's own code. A model of family `minitrain` is saved for `load_pretrained`
-    only. An older checkpoint in the folder is replaced, including generation_config.json, and, if
-    `tokenizer` is given (see minitrain.load_tokenizer), its tokenizer; other files stay.
+    `original_names`, for Wan's own code. With `fp8` the blocks' matrices are e4m3 with a scale for
+    each 128 x 128, in the layout of DeepSeek-V3's files, for families that have such. A model of
+    family `minitrain` is saved for `load_pretrained` only. An older checkpoint in the folder is
+    replaced, including generation_config.json, and, if `tokenizer` is given (see
+    minitrain.load_tokenizer), its tokenizer; other files stay.
 
     Raises InputError for a config that its family in transformers cannot express, for a model that is
     sharded or has adapters, and for a folder that holds adapters.
@@ -156,7 +162,7 @@ def save_pretrained(
             f"tokenizer={tokenizer!r:.60} is none of ours (give minitrain.load_tokenizer(FOLDER))"
         )
     dtype = next(model.parameters()).dtype
-    save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names)
+    save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names, fp8)
     if tokenizer is not None:
         tokenizer.save(path)
 
@@ -300,7 +306,7 @@ class Form(NamedTuple):
 
     # JSON files: name -> contents
     files: dict[str, dict]
-    # of the weight files' names
+    # the weight files' names before the number and the ending
     stem: str
     # to_stored(tensors): yield the stored tensors of the model's named parameters
     to_stored: Callable[[Named], Named]
@@ -313,28 +319,34 @@ def save_tensors(
     path: str | Path,
     max_shard_bytes: int = 5 * 10**9,
     original_names: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Write full tensors, named as the model's parameters, as a Hugging Face checkpoint in `dtype`.
 
     Tensors that the model keeps in fp32 stay so. original_names: use the names of Wan's own code
-    instead of diffusers'. `tensors` is consumed lazily, and a shard is freed when it is written.
+    instead of diffusers'. fp8: see `save_pretrained`; it rounds matrices from the type that they
+    have. `tensors` is consumed lazily, and a shard is freed when it is written.
     The folder's old checkpoint stays until all new files are on disk. A folder that has a config.json
     holds a complete checkpoint.
     """
     path = Path(path)
+    if fp8:
+        _check_fp8(config)
     if isinstance(config, WanConfig):
         form = _form_of_wan(config, original_names)
     else:
         check_free_of_adapters(path)
         form = _form_of_decoder(config, dtype)
-    wide = torch.promote_types(dtype, torch.float32)
     # the model keeps these tensors in fp32 whatever its dtype
     model = empty_model(config).to(torch.bfloat16)
-    kept = ((name, x) for name, x in model.state_dict().items() if x.dtype == torch.float32)
-    fp32 = {name for name, _ in form.to_stored(kept)}
+    stored = dict(form.to_stored(model.state_dict().items()))
+    fp32 = {key for key, x in stored.items() if x.dtype == torch.float32}
+    if fp8:
+        form.files["config.json"]["quantization_config"] = _fp8_settings(stored)
     tensors = (
-        (name, x.detach().to("cpu", wide if name in fp32 else dtype).contiguous())
-        for name, x in form.to_stored(tensors)
+        pair
+        for key, x in form.to_stored(tensors)
+        for pair in _as_stored(key, x, dtype, key in fp32, fp8)
     )
     work = path / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
@@ -347,6 +359,32 @@ def save_tensors(
         _replace_checkpoint(path, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_fp8(config: Config) -> None:
+    """Raise InputError for a family whose files are not known in FP8 with blocks."""
+    family = getattr(config, "family", "wan")
+    if FAMILIES.get(family, PLAIN).quantized != "fp8":
+        raise InputError(f"fp8: files of family {family} have no FP8 blocks (use fp8=False)")
+
+
+def _fp8_settings(stored: dict[str, Tensor]) -> dict:
+    """Return the quantization_config of a model in FP8, with the matrices that are not."""
+    others = (key for key, x in stored.items() if x.ndim == 2 and not IN_FP8.fullmatch(key))
+    kept = [key.removesuffix(".weight") for key in others]
+    return FP8_SETTINGS | {"modules_to_not_convert": kept}
+
+
+def _as_stored(
+    key: str, x: Tensor, dtype: torch.dtype, in_fp32: bool, fp8: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor [...] in its type, or in FP8 with scales, on the CPU."""
+    x = x.detach().cpu()
+    if fp8 and IN_FP8.fullmatch(key):
+        yield from ((name, part.contiguous()) for name, part in write_fp8(key, x))
+    else:
+        wide = torch.promote_types(dtype, torch.float32)
+        yield key, x.to(wide if in_fp32 else dtype).contiguous()
 
 
 def _form_of_wan(config: WanConfig, original_names: bool) -> Form:

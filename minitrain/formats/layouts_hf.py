@@ -1,8 +1,8 @@
 """Map parameters to stored tensors: names, stacked or separate experts, FP8, MXFP4.
 
 A parameter is filled from one or several `Piece`s. A piece is a region of the parameter and its source: a stored tensor,
-or one expert of a stored stack. A process reads only the part of a piece that it owns. Saving is the reverse, always
-unquantized: one parameter becomes one or several stored tensors.
+or one expert of a stored stack. A process reads only the part of a piece that it owns. Saving is the reverse,
+unquantized or in FP8: one parameter becomes one or several stored tensors.
 
     ours                            Mixtral                        Qwen3, DeepSeek, Kimi               GPT-OSS
     mlp.gate                        block_sparse_moe.gate          mlp.gate                            mlp.router
@@ -18,12 +18,14 @@ from itertools import count, zip_longest
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.formats.families import FAMILIES, PLAIN
 from minitrain.formats.tensor_files import FLOATS, StoredTensor
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
+from minitrain.models.quantize import E4M3, quantize
 from minitrain.models.wan_config import WanConfig
 from minitrain.parallel.shards import Slices
 
@@ -34,6 +36,14 @@ FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"
 MXFP4_BLOCK = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without sign
+# those of a block's matrices that such files have in FP8: not its router, nor `eh_proj`
+IN_FP8 = re.compile(r".*\.layers\.\d+\.(?!eh_proj).*_proj(_with_mqa)?\.weight")
+FP8_SETTINGS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}
 # key and slices of a stored tensor -> that part of it
 Fetch = Callable[[str, Slices], Tensor]
 Stored = dict[str, StoredTensor]
@@ -232,6 +242,18 @@ def read_fp8(key: str, fetch: Fetch, slices: Slices) -> Tensor:
     for dim, part in enumerate(slices):
         scale = scale.index_select(dim, torch.arange(part.start, part.stop) // FP8_BLOCK)
     return fetch(key, slices).float() * scale
+
+
+def write_fp8(key: str, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a matrix [out, in] in FP8 and the scales of its blocks: what `read_fp8` reads.
+
+    Scales are powers of two, so fp8.form=block multiplies these very numbers.
+    """
+    out, into = matrix.shape
+    padded = F.pad(matrix.float(), (0, -into % FP8_BLOCK, 0, -out % FP8_BLOCK))
+    x8, inverse = quantize(padded, E4M3, (FP8_BLOCK, FP8_BLOCK))
+    yield key, x8[:out, :into]
+    yield key + FP8_SCALE, inverse
 
 
 def mxfp4_expert(name: str, shape: Shape, region: Slices) -> Piece:

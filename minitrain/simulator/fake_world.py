@@ -34,8 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitrain.data.datasets import open_dataset
 from minitrain.models.attention import Mask, apply_sinks
-from minitrain.models.fp8 import is_placeholder
 from minitrain.models.merged_attention import MAX_CHANNELS, merged_attention
+from minitrain.models.quantize import is_placeholder
 from minitrain.parallel import recompute, shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.run.launch.start import meshes_of
@@ -51,7 +51,7 @@ from minitrain.training.loop import Trainer
 
 # the models' exchange points for attention: over tokens, and from a video to its text
 ATTENDING = ("attend", "attend_text")
-# of parallel/shards.py, see `stand_ins`
+# a name in parallel/shards.py that `stand_ins` replaces
 OFFSETS = "compute_local_shape_and_global_offset"
 
 

@@ -95,7 +95,7 @@ def operator_work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, obj
         n = b.shape[-1]
         kind = "gemm"
         sizes = batch, m, n, k
-        if packet is aten._grouped_mm:
+        if packet in (aten._grouped_mm, torch.ops.minitrain.scaled_grouped_mm):
             kind = "grouped"
             experts = len(b if b.dim() == 3 else out)
             # rows are grouped by expert: forward pass, or gradient of the input
@@ -118,6 +118,8 @@ FACTORS: dict[object, Callable] = {
         (aten.mm, aten.bmm, aten._grouped_mm, aten._scaled_mm, torch.ops.minitrain.scaled_mm),
         lambda a, b, *_: (a, b),
     ),
+    # both factors sum over their columns
+    torch.ops.minitrain.scaled_grouped_mm: lambda a, b, *_: (a, b.mT),
     # addmm_ computes the head's weight gradient in fp32
     **dict.fromkeys(
         (aten.addmm, aten.addmm_, aten.baddbmm, torch.ops.minitrain.add_product),

@@ -25,6 +25,7 @@ from statistics import median_high
 
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
+from minitrain.models.fp8_forms import without_units
 from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.ranks import micro_batches, row_ranks, stated_ranks
@@ -108,6 +109,7 @@ def time_traces(
     config: Config, traces: dict[int, Trace], system: System, at_once: int = 0
 ) -> Simulation:
     """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all of the step."""
+    check_units(config, system)
     # places with the same layers share a trace, which is played once
     distinct = {id(trace): trace for trace in traces.values()}
     played = {key: play(trace, system, config.compile) for key, trace in distinct.items()}
@@ -120,6 +122,18 @@ def time_traces(
         simulation = Simulation(traces, lines, count, few(config), step, host=system.step)
     simulation.step = max(simulation.step, launch_seconds(config, system))
     return simulation
+
+
+def check_units(config: Config, system: System) -> None:
+    """Raise InputError if products in the config's form of FP8 are dequantized on the system."""
+    form = config.fp8.form
+    if config.precision == "fp8" and form != "tensor":
+        products = without_units(form, config.fp8.experts, system.capability)
+        if products:
+            raise InputError(
+                f"fp8.form={form} is not simulated on {system.name}, which has no units for its {products} (use "
+                f"fp8.form=tensor)"
+            )
 
 
 def launch_seconds(config: Config, system: System) -> float:

@@ -119,6 +119,9 @@ class System:
     # seconds of the host per decoding step
     decode_step: float
 
+    # CUDA's compute capability, which says what FP8 units multiply: see models/fp8_forms.py
+    capability: tuple[int, int] = (9, 0)
+
     def kernel_seconds(self, event: Event) -> float:
         """Return the seconds of a kernel that runs alone."""
         if event.kind == "attention":
@@ -205,6 +208,8 @@ def rates_of(values: dict) -> dict:
     """Return the fields of a System from its entry in systems.yaml, with kernels in place of names."""
     kernels = constants("kernels")
     rates = {name: value for name, value in values.items() if name != "attention"}
+    if "capability" in values:
+        rates["capability"] = tuple(values["capability"])
     if "attention" in values:
         attention = values["attention"].items()
         rates["attention"] = {form: Attention(**kernels[name]) for form, name in attention}
@@ -215,7 +220,7 @@ class Span(NamedTuple):
     """A kernel or message on a timeline, in seconds."""
 
     stream: str
-    # those of its last operator, if several are fused
+    # name and kind of the operator; of the last one, if several are fused
     name: str
     kind: str
     begin: float

@@ -150,6 +150,15 @@ def test_rows_without_such_a_proxy(row, layers, line):
         make_proxy(load(CONFIGS / f"{row}.yaml"), layers)
 
 
+def test_one_expert_per_rank_has_a_stand_in_where_groups_multiply_in_fp8():
+    config = load(
+        CONFIGS / "nemo/h100/mixtral-8x7b-pretrain-64gpu.yaml",
+        ["fp8.form=row", "fp8.keep_transposed=false"],
+    )
+    proxy = make_proxy(config, 4)
+    assert proxy.model.config.num_experts == 2 and proxy.fp8 == config.fp8
+
+
 GRPO_ROW, WAN_ROW = "rl/qwen3-32b-grpo-32gpu-onpolicy", "dfm/wan2.1-14b-pretrain-h100-8gpu"
 DENSE_ROW, LORA_ROW = "nemo/h100/llama3-70b-pretrain-64gpu", "automodel/llama3-8b-lora-1gpu"
 

@@ -11,10 +11,11 @@ import math
 import os
 from typing import Any
 
-from minitrain.data.files import apart
+from minitrain.data.files import data_by_source
 from minitrain.errors import Faults, refuse
 from minitrain.formats.config_hf import check_family
 from minitrain.formats.peft import adapter_shapes
+from minitrain.models.fp8_forms import FORMS
 from minitrain.rollout.sampling import MIN_TEMPERATURE
 from minitrain.run.config.layout_checks import (
     context_faults,
@@ -163,7 +164,7 @@ def _data_faults(c: Config) -> Faults:
 
 def _source_faults(c: Config) -> Faults:
     d = c.data
-    for name, source in apart(d).items():
+    for name, source in data_by_source(d).items():
         where = f"data.sources {name!r}: data.kind={source.kind}"
         yield source.kind not in SOURCES, f"{where} must be {' or '.join(SOURCES)}"
         yield not source.path, f"{where} needs data.path"
@@ -239,10 +240,22 @@ def _precision_faults(c: Config) -> Faults:
     model = c.model.config
     width = model.dim if c.task == "diffusion" else model.hidden_size
     fp8 = c.precision == "fp8"
+    form = c.fp8.form
+    multiple = FORMS[form].multiple
+    needs = "precision=fp8" if form == "tensor" else f"fp8.form={form}"
     yield (
-        fp8 and width % (16 * c.parallel.tp),
-        f"precision=fp8 needs a model width that is a multiple of 16 x parallel.tp={c.parallel.tp}, not {width} "
+        fp8 and width % (multiple * c.parallel.tp),
+        f"{needs} needs a model width that is a multiple of {multiple} x parallel.tp={c.parallel.tp}, not {width} "
         f"(use bf16)",
+    )
+    yield (
+        fp8 and c.fp8.fast_accumulation != "none" and form in ("block", "mx"),
+        f"fp8.fast_accumulation={c.fp8.fast_accumulation} is for fp8.form=tensor or row, not {form} (use none)",
+    )
+    yield (
+        fp8 and c.fp8.keep_transposed and not FORMS[form].turns,
+        f"fp8.keep_transposed=true needs weights that are rounded once, and fp8.form={form} rounds them for each "
+        f"product (use false)",
     )
     yield (
         c.fp8.experts and not (fp8 and getattr(model, "num_experts", 0)),

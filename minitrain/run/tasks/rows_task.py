@@ -22,6 +22,7 @@ from minitrain.run.monitor.progress import amount, bits_per_byte
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
+from minitrain.training.build import fp8_notes
 from minitrain.training.loop import training_steps
 from minitrain.training.packing import Dataset
 
@@ -82,6 +83,7 @@ class RowsTask:
             from minitrain.training.ema import check_averages
 
             yield from check_averages(self.trainer.optimizer, self.config.optim, self.first)
+        yield from fp8_notes(self.trainer.model, self.config, self.trainer.meshes)
         yield from filter(None, [getattr(self.data, "about", None), self.amount])
         if self.config.data.kind in TOYS and not self.first:
             yield self.draw("before.png")
