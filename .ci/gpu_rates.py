@@ -81,7 +81,7 @@ class Job:
     """Kernels that one process makes, compiles and measures."""
 
     group: str
-    # as the results name it
+    # the name of the shape in the results
     shape: str
     make: Callable[[], Iterable[Kernel]]
 

@@ -246,6 +246,10 @@ class Rollout:
     steps: int = number(0, 0, 1 << 20)
     # compile the blocks of decoding steps and, unless ranks share the model, the choice of tokens
     compile: bool = False
+    # what guesses tokens (rollout/drafting.py): the folder of a smaller model of the same
+    # vocabulary, or mtp, the model's layer of multi-token prediction
+    draft: str = ""
+    draft_tokens: int = number(3, 1, 64)  # how many tokens it guesses at once
 
 
 @dataclass

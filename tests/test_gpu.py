@@ -596,6 +596,31 @@ def test_training_and_sampling_leave_each_other_their_memory():
     )
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    "name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b"]
+)
+def test_drafts_give_the_same_tokens(name, compile):
+    """Verified by CUDA graphs where steps are captured; tokens of a row lie in two pages."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    if name == "deepseek-v3":
+        heads |= {"num_key_value_heads": 4, "head_dim": 24, "num_nextn_predict_layers": 1}
+    model, prompts = make(name, **heads), prompts_of((1, 60, 126))
+    expected = [uncached(model, prompt, 12) for prompt in prompts]
+    own = bool(model.config.num_nextn_predict_layers)
+    draft = None if own else make("qwen3-32b", **heads).cuda()
+    settings = Rollout(slots=4, page_size=128, pages=10, steps=4, compile=compile)
+    settings.draft = "mtp" if own else ""
+    sampler = Sampler(model.cuda(), settings=settings, draft=draft)
+    for some in ([0, 1, 2], [2]):
+        found = sampler.generate(
+            [prompts[i] for i in some], SamplingParams(temperature=0, max_tokens=12)
+        )
+        assert [each.tokens for each in found] == [expected[i] for i in some]
+    assert sampler.drafter.counts["drafted"] > 0
+
+
 @pytest.mark.parametrize(
     "name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"]
 )

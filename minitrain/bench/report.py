@@ -67,7 +67,7 @@ class Row:
     name: str
     # its config file as written
     tree: dict
-    # by kind, see MODES
+    # kind of measurement (a key of MODES) -> the measurement
     results: dict[str, dict] = field(default_factory=dict)
 
     @property

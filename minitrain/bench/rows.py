@@ -51,12 +51,13 @@ REFERENCE = {
     "differs": str,
     # tokens/s of slower published runs of the same work
     "others": str,
-    # of GRPO: mean length and number of responses per step, tensor-parallel size of the samplers
+    # for GRPO: mean length of the responses, their number per step, tensor-parallel size of the
+    # samplers
     "mean_response": float,
     "responses": int,
     "generation_tp": int,
-    # of GRPO with drafts by multi-token prediction: how many are made at once, and the share of them
-    # that is accepted if those before are
+    # for GRPO with drafts by multi-token prediction: how many tokens are drafted at once, and the
+    # probability that a draft is accepted if those before it are
     "drafts": int,
     "acceptance": float,
     # how to predict the published run, see RECIPE

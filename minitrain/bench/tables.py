@@ -54,7 +54,7 @@ def need_rates(where: str, outcome: dict) -> None:
 
 # --- cells and columns
 
-# of a table, in characters
+# the greatest width of a table, in characters
 WIDTH = 100
 # columns that hold text
 NAMES = ("row", "settings", "machine")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.files import apart, held_out_apart
+from minitrain.data.files import data_by_source, train_and_held_out
 from minitrain.data.text.text_rows import open_data
 from minitrain.data.toys import load_from
 from minitrain.errors import InputError
@@ -38,7 +38,7 @@ def open_dataset(config: Config) -> tuple:
     Raises InputError for files that are missing, damaged or do not fit the model.
     """
     if config.data.validation_path:
-        trained, held = map(open_dataset, held_out_apart(config))
+        trained, held = map(open_dataset, train_and_held_out(config))
         # datasets of videos have a validation side with fixed noise: use that of the held-out files
         return trained[0], held[1] or held[0]
     if config.data.sources:
@@ -52,7 +52,7 @@ def open_dataset(config: Config) -> tuple:
 
 def open_sources(config: Config) -> "tuple[Mixed, Mixed | None]":
     """Return the training datasets of all sources mixed, and the held-out ones mixed alike, or None."""
-    sources = apart(config.data)
+    sources = data_by_source(config.data)
     weights = [source.weight for source in config.data.sources]
     opened = [open_dataset(replace(config, data=data)) for data in sources.values()]
     trained, held = zip(*opened, strict=True)

@@ -29,14 +29,14 @@ SUFFIXES = {
 }
 
 
-def held_out_apart(config: Config) -> tuple[Config, Config]:
-    """Return two configs without data.validation_path: one of data.path, one of the held-out files."""
+def train_and_held_out(config: Config) -> tuple[Config, Config]:
+    """Return two configs without data.validation_path: for the training data, and for the held-out files."""
     data = replace(config.data, validation=0.0, validation_path="")
     held = replace(data, path=config.data.validation_path, sources=[])
     return replace(config, data=data), replace(config, data=held)
 
 
-def apart(data: Data) -> dict[str, Data]:
+def data_by_source(data: Data) -> dict[str, Data]:
     """Return the data of each source by its name; `data` itself if it has no sources."""
     if not data.sources:
         return {"": data}
@@ -173,6 +173,6 @@ def has_tokenizer(config: Config) -> bool:
 
     Files of tokens are assumed to be so only if a tokenizer is named.
     """
-    kinds = {data.kind for data in apart(config.data).values()}
+    kinds = {data.kind for data in data_by_source(config.data).values()}
     named = "tokens" in kinds and config.data.tokenizer != "bytes"
     return bool(kinds & {"text", "jsonl"}) or config.task == "grpo" or named

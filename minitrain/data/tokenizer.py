@@ -298,11 +298,14 @@ def tokenizer_folder(model: str | Path, adapter: str | Path | None) -> str | Pat
     return adapter if adapter and Path(adapter, "tokenizer.json").exists() else model
 
 
-def check_same_ids(name_or_path: str | Path, folder: str | Path, option: str) -> None:
+def check_same_ids(
+    name_or_path: str | Path, folder: str | Path, option: str, use: str = ""
+) -> None:
     """Raise InputError if ids of a tokenizer are other tokens in the tokenizer of a model's folder.
 
     Either may have further tokens; without a tokenizer in the folder, nothing is checked. option: the
-    option or setting that names the tokenizer, for the message.
+    option or setting that names the tokenizer, for the message. use: what to use instead, by default
+    the folder's.
     """
     file = Path(folder, "tokenizer.json")
     if not file.exists() or ((own := tokenizer_file(name_or_path)) and own.samefile(file)):
@@ -310,9 +313,10 @@ def check_same_ids(name_or_path: str | Path, folder: str | Path, option: str) ->
     ours, theirs = (load_tokenizer(each).vocabulary() for each in (name_or_path, folder))
     count = sum(theirs.get(number, text) != text for number, text in ours.items())
     if count:
+        use = use or f"{option}{folder}"
         raise InputError(
             f"{option}{name_or_path}: {count:,} of {len(ours):,} ids are other tokens in {folder}/tokenizer.json (use "
-            f"{option}{folder})"
+            f"{use})"
         )
 
 

@@ -306,7 +306,7 @@ class Form(NamedTuple):
 
     # JSON files: name -> contents
     files: dict[str, dict]
-    # of the weight files' names
+    # the weight files' names before the number and the ending
     stem: str
     # to_stored(tensors): yield the stored tensors of the model's named parameters
     to_stored: Callable[[Named], Named]

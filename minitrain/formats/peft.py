@@ -163,9 +163,9 @@ class Opened(NamedTuple):
 
     # the file that has the settings
     file: Path
-    # as in adapter_config.json
+    # the content of adapter_config.json
     settings: dict
-    # by PEFT's names
+    # PEFT's name -> tensor
     tensors: dict[str, StoredTensor]
 
 

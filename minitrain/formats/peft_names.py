@@ -22,7 +22,7 @@ from minitrain.formats.families import FAMILIES, PLAIN
 from minitrain.formats.layouts_hf import Config, mamba_parts
 from minitrain.models.mamba import by_group, by_part
 
-# of all names in a file
+# the prefix of all names in an adapter file
 PREFIX = "base_model.model."
 # Linear of Nemotron-H -> the part of our block that holds it; others are in mlp
 MIXERS = {

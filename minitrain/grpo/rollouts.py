@@ -6,6 +6,7 @@ randomness depends on (seed, number of its problem, number in its group) alone.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -92,6 +93,17 @@ class RolloutWorker:
             [replace(rollout, group=number, **of_step) for rollout in group]
             for number, group in enumerate(groups)
         ]
+
+    def draft_counts(self) -> Counter[str]:
+        """Return how many tokens all samplers have drafted, and accepted, since the last call."""
+        drafter = self.sampler.drafter
+        if drafter is None:
+            return Counter()
+        counts = drafter.counts
+        drafter.counts = Counter()
+        total = sum(gather(counts, self.group), Counter())
+        # the ranks of one sampler have the same
+        return Counter({name: total[name] // self.config.rollout.tp for name in total})
 
     def sample(
         self, problems: list[Problem], first: int, n: int, greedy: bool = False

@@ -51,7 +51,7 @@ from minitrain.training.loop import Trainer
 
 # the models' exchange points for attention: over tokens, and from a video to its text
 ATTENDING = ("attend", "attend_text")
-# of parallel/shards.py, see `stand_ins`
+# a name in parallel/shards.py that `stand_ins` replaces
 OFFSETS = "compute_local_shape_and_global_offset"
 
 

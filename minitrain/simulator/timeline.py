@@ -220,7 +220,7 @@ class Span(NamedTuple):
     """A kernel or message on a timeline, in seconds."""
 
     stream: str
-    # those of its last operator, if several are fused
+    # name and kind of the operator; of the last one, if several are fused
     name: str
     kind: str
     begin: float

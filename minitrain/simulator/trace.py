@@ -79,7 +79,7 @@ class Event(NamedTuple):
 class Trace:
     """The record of one rank's step."""
 
-    # in the order of issue
+    # all events, in the order in which they were issued
     events: list[Event] = field(default_factory=list)
     # storage number -> index of the event after which the storage was freed
     died: dict[int, int] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Tracer(TorchDispatchMode):
         # bytes by kind now, and the largest sum so far
         self.held = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         self.most = 0
-        # of storages seen so far
+        # number of storages seen so far
         self.count = 0
         # depth of nested `silent` blocks
         self.muted = 0

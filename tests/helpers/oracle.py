@@ -37,7 +37,7 @@ from minitrain.training.objectives import make_objective
 from minitrain.training.optim import clip_gradients
 from tests.helpers.pool import Pool, part_of
 
-# by parameter name
+# parameter name -> tensor
 Tensors = dict[str, Tensor]
 
 

@@ -66,6 +66,11 @@ READ = {
     "diffusion.std": [{"diffusion.sampling": each} for each in ("logit_normal", "mixed")],
     "diffusion.mode_scale": [{"diffusion.sampling": "mode"}],
     "diffusion.uniform_share": [{"diffusion.sampling": "mixed"}],
+    "grpo.reward": [{}],
+    "grpo.turns": [{"grpo.environment": "x:Y"}],
+    "grpo.environment_seconds": [{"grpo.environment": "x:Y"}],
+    "grpo.environment_failure": [{"grpo.environment": "x:Y"}],
+    "grpo.environment_wait": [{"grpo.environment": "x:Y"}],
     "grpo.prompt_key": [JSONL],
     "grpo.answer_key": [JSONL],
     "grpo.mock_digits": [{}],
@@ -87,6 +92,7 @@ TAKEN = {
     "data.validation": TEXT | {"data.validation_path": "y"},
     "optim.betas": {"optim.name": "sgd"},
     "optim.eps": {"optim.name": "sgd"},
+    "grpo.reward": {"grpo.environment": "x:Y"},
     "grpo.mock_digits": JSONL,
 }
 

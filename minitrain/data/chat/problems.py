@@ -31,7 +31,7 @@ from minitrain.data.chat.chats import (
     with_system,
     words_of,
 )
-from minitrain.data.files import find_files, held_out_apart
+from minitrain.data.files import find_files, train_and_held_out
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Number, Skips, counted, other_task, read_records
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
@@ -80,7 +80,7 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     """
     data = config.data
     if data.validation_path:
-        trained, held = map(open_problems, held_out_apart(config))
+        trained, held = map(open_problems, train_and_held_out(config))
         return trained[0], held[0], *trained[2:]
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)

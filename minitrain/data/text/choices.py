@@ -27,7 +27,7 @@ class Question(NamedTuple):
 
     text: str
     choices: list[str]
-    # from 0
+    # index of the right choice, from 0
     answer: int
 
 

@@ -77,7 +77,7 @@ class Corpus:
             store = self.stores[self.which[number]]
             begin = int(self.starts[number]) + place
             is_last = place + count == self.lengths[number]
-            # with the token after them, if it is in the same span
+            # includes the token after them, if it is in the same span
             window = store[begin : begin + count + (not is_last)]
             ended = window[:count] == self.document_end
             ended[-1] |= is_last

@@ -43,7 +43,7 @@ class TokenFile:
 
     file: Path
     dtype: np.dtype
-    # of the first token, in bytes
+    # where the first token begins, in bytes
     offset: int
     # int64 [documents], in tokens; a single one if documents are not marked
     lengths: np.ndarray

@@ -11,7 +11,7 @@ import math
 import os
 from typing import Any
 
-from minitrain.data.files import apart
+from minitrain.data.files import data_by_source
 from minitrain.errors import Faults, refuse
 from minitrain.formats.config_hf import check_family
 from minitrain.formats.peft import adapter_shapes
@@ -164,7 +164,7 @@ def _data_faults(c: Config) -> Faults:
 
 def _source_faults(c: Config) -> Faults:
     d = c.data
-    for name, source in apart(d).items():
+    for name, source in data_by_source(d).items():
         where = f"data.sources {name!r}: data.kind={source.kind}"
         yield source.kind not in SOURCES, f"{where} must be {' or '.join(SOURCES)}"
         yield not source.path, f"{where} needs data.path"

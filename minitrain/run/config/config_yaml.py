@@ -144,7 +144,7 @@ def apply_override(tree: dict, word: str) -> None:
     for parent in parents:
         if isinstance(tree.get(parent), str):
             tree[parent] = as_mapping(tree[parent], parent)
-        # also if it is null
+        # missing or null
         elif tree.get(parent) is None:
             tree[parent] = {}
         if not isinstance(tree[parent], dict):

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from minitrain.data.files import apart
+from minitrain.data.files import data_by_source
 from minitrain.run.config.checks import CHATS
 from minitrain.settings import Config
 
@@ -23,7 +23,7 @@ class Reader(NamedTuple):
 
 
 def kinds(c: Config) -> set[str]:
-    return {data.kind for data in apart(c.data).values()}
+    return {data.kind for data in data_by_source(c.data).values()}
 
 
 def has_chats(c: Config) -> bool:

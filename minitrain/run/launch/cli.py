@@ -39,7 +39,7 @@ OF_COMMAND = {
     },
 }
 
-# of a command-line option: (type or list of choices, default or ... if it is required, help)
+# a command-line option: (type or list of choices, default or ... if it is required, help)
 Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 

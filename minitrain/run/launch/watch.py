@@ -214,7 +214,7 @@ class Watch:
             gone = f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached"
             self.end(1, gone if reports else "")
         elif word and word[0]:
-            # it left after an error, which it has reported itself
+            # the rank left after an error, which it has reported itself
             self.end(word[0])
 
     def end(self, code: int, reason: str = "") -> None:

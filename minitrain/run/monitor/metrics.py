@@ -121,7 +121,7 @@ class MetricsLog:
             self.next_line = now + PAUSE
             self.say(f"step {step:,} of {self.bar.total:,}: {figures}")
         if validated:
-            # than those before
+            # the first validation is not called the best
             better = self.is_best(numbers) and self.best_step
             self.say(f"step {step:,}  val {validated}{', best' if better else ''}")
             self.take_best(numbers)

@@ -14,7 +14,7 @@ from minitrain.run.launch.start import pick_device
 from minitrain.settings import Config
 from minitrain.training.packing import ENDLESS
 
-# of lines in characters, so that a terminal of 80 columns does not break them
+# the greatest length of a line, so that a terminal of 80 columns does not break it
 WIDTH = 78
 # a run with epochs that has fewer steps gets a warning
 FEW = 20

@@ -18,11 +18,14 @@ from minitrain.data.chat.problems import Problems, open_problems
 from minitrain.data.datasets import with_steps
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
+from minitrain.formats.hf import load_pretrained
 from minitrain.grpo.environments import load_environment
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
 from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
+from minitrain.models.decoder import Decoder
 from minitrain.parallel.agreement import gather, lead, together, wait_for_all
+from minitrain.rollout.drafting import MTP
 from minitrain.run.checkpoint.checkpoint_files import complete_steps
 from minitrain.run.checkpoint.checkpointer import (
     Checkpointer,
@@ -51,7 +54,7 @@ class PolicyData(NamedTuple):
     tokenizer: Tokenizer
     # tokens that end a response
     ends: tuple[int, ...]
-    # with grpo.environment: what makes an environment, and what makes a dialog with it
+    # functions that make an environment and a dialog with it; None without grpo.environment
     talk: tuple[Callable, Callable] | None
     # a line on how often training goes over the problems
     amount: str
@@ -109,8 +112,15 @@ class GrpoTask:
             fill_weights,
             self.record,
             talk,
+            self.load_draft(ranks, meshes.batch.device_type),
         )
         self.policy = self.loop.policy
+
+    def load_draft(self, ranks: Ranks, device_type: str) -> Decoder | None:
+        """Return the model that drafts on this rank, if it samples."""
+        folder = self.config.rollout.draft
+        if folder not in ("", MTP) and dist.get_rank() in ranks.sampling:
+            return load_pretrained(folder, device=device_type)
 
     def begin(self) -> int:
         """Load the newest checkpoint, or warm up; return the number of steps that are done."""

@@ -35,7 +35,7 @@ class Task(Protocol):
     updates: int
     # the dataset; None for GRPO
     data: Dataset | None
-    # of the text that is trained on; None if it is not text
+    # mean bytes per token of the data; None if it is not text
     bytes_per_token: float | None
 
     def begin(self) -> int:

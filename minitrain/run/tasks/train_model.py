@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from minitrain.data.files import has_tokenizer
-from minitrain.errors import refused
+from minitrain.errors import located, refused
 from minitrain.formats.config_hf import export_fault, not_trained_with
 from minitrain.parallel.agreement import lead
 from minitrain.run.checkpoint.checkpointer import saved_despite_errors
@@ -67,7 +67,8 @@ def open_task(config: Config) -> Callable[[Path], Task]:
 def check_sources(config: Config) -> None:
     """Raise InputError if the model to start from is incomplete, or has another tokenizer."""
     from minitrain.data.tokenizer import check_same_ids
-    from minitrain.formats.hf import find_weights
+    from minitrain.formats.hf import find_weights, read_config
+    from minitrain.rollout.drafting import MTP, SAME_IDS, check_draft
 
     path = config.model.path
     if path:
@@ -76,6 +77,14 @@ def check_sources(config: Config) -> None:
     for source in filter(None, (path, config.lora and config.lora.path)):
         if has_tokenizer(config):
             check_same_ids(config.data.tokenizer, source, "data.tokenizer=")
+    draft = config.task == "grpo" and config.rollout.draft
+    if draft:
+        with located(f"rollout.draft={draft}"):
+            shape = MTP if draft == MTP else read_config(draft)
+            check_draft(config.model.config, shape)
+            if shape != MTP:
+                find_weights(shape, draft)
+                check_same_ids(config.data.tokenizer, draft, "", SAME_IDS)
 
 
 def open_log(task: Task) -> MetricsLog:
