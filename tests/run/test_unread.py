@@ -31,7 +31,8 @@ WAN = {
     "steps": 2,
     "device": "cpu",
 }
-SECTIONS = [key for key in READERS if "." not in key and key != "steps"]
+HINTS = typing.get_type_hints(Config)
+SECTIONS = [key for key in READERS if dataclasses.is_dataclass(HINTS.get(key))]
 
 JSONL = {"data.kind": "jsonl", "data.path": "x"}
 TEXT = {"data.kind": "text", "data.path": "x"}
@@ -39,6 +40,9 @@ TOKENS = {"data.kind": "tokens", "data.path": "x"}
 CHATS = {"task": "sft"} | JSONL
 GRPO = {"task": "grpo"}
 MIXED = {"data.sources": [Source("x", kind="jsonl"), Source("y", kind="tokens")]}
+PREDICTS_FURTHER = configs.from_dict(
+    {"model": {"name": "deepseek-v3-tiny", "num_nextn_predict_layers": 1}}
+).model
 # what else a run has that reads a setting, one dict for each way
 READ = {
     "steps": [{}],
@@ -84,6 +88,7 @@ READ = {
     "dpo": [{"task": "dpo"}],
     "grpo": [GRPO],
     "rollout": [GRPO],
+    "mtp_weight": [{"model": PREDICTS_FURTHER}, {"model": PREDICTS_FURTHER, "task": "sft"}],
     "fp8": [{"precision": "fp8"}],
 }
 # where a setting is read by default, what takes its reader away
@@ -127,9 +132,9 @@ def other_value(kind: typing.Any, value: typing.Any) -> typing.Any:
 def others(key: str) -> dict:
     """Return the setting, or those of the section, at other values than their defaults."""
     section, _, name = key.partition(".")
-    if key == "steps":
-        return {"steps": 7}
-    kind = {"lora": Lora}.get(section) or typing.get_type_hints(Config)[section]
+    kind = {"lora": Lora}.get(section) or HINTS[section]
+    if not dataclasses.is_dataclass(kind):
+        return {key: other_value(kind, getattr(Config(), key))}
     fields = {field.name for field in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
     chosen = {name} if name else fields - {k.partition(".")[2] for k in READERS if "." in k}
