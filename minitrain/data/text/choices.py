@@ -106,7 +106,7 @@ def texts_of(record: dict, key: str) -> list[str]:
 def number_of(record: dict, key: str, letters: str = "") -> int:
     """Return a number, which may be written as text or, where there are `letters`, as one of them."""
     value = record.get(key)
-    if isinstance(value, str) and value in letters and value:
+    if isinstance(value, str) and len(value) == 1 and value in letters:
         return letters.index(value)
     if isinstance(value, str) and value.isdigit():
         value = int(value)
