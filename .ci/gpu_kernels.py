@@ -19,7 +19,7 @@ class Kernel:
 
     name: str
     run: Callable[[], object]
-    # of one call; 0: no rate is written
+    # FLOPs of one call; 0: no rate is written
     flops: float = 0
     # bytes that one call reads and writes; 0: no rate is written
     moved: float = 0

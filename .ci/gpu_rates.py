@@ -81,7 +81,7 @@ class Job:
     """Kernels that one process makes, compiles and measures."""
 
     group: str
-    # as the results name it
+    # the name of the shape in the results
     shape: str
     make: Callable[[], Iterable[Kernel]]
 
@@ -90,6 +90,7 @@ def jobs() -> Iterator[Job]:
     """Yield all measurements, the most important first."""
     yield Job("product", f"{TOKENS} tokens", products)
     yield Job("product", "8192^3", fp8_products)
+    yield Job("product", "8192^3", fp8_forms)
     yield Job("product", "4096^3", unaligned_scale)
     yield Job("thin", f"{TOKENS} tokens, rank {RANK}", thin_products)
     yield Job("memory", "", memory)
@@ -148,6 +149,27 @@ def fp8_products() -> Iterator[Kernel]:
             )
             name = f"fp8 {str(left)[13:17]} x e4m3, {'fast' if fast else 'fp32'} accumulation"
             yield Kernel(name, run, 2 * size**3, 4 * size**2)
+
+
+def fp8_forms() -> Iterator[Kernel]:
+    """Yield products in each form of scaled FP8 that this GPU has units for, and their rounding.
+
+    Scales are laid out for the units each time, as in training.
+    """
+    from minitrain.models.fp8_forms import FORMS, multiply_in_form
+    from minitrain.models.quantize import E4M3, quantize
+
+    size = 8192
+    for form, row in FORMS.items():
+        if form == "tensor" or not row.has_units(torch.cuda.get_device_capability()):
+            continue
+        x, w = (
+            quantize(bf16(size, size), E4M3, block) for block in (row.block, row.weight_block)
+        )
+        run = partial(multiply_in_form, x[0], w[0].t(), x[1], w[1], form, torch.bfloat16, False)
+        yield Kernel(f"fp8 {form}", run, 2 * size**3, 4 * size**2)
+        rounding = torch.compile(partial(quantize, dtype=E4M3, block=row.block))
+        yield Kernel(f"fp8 {form}, rounding", partial(rounding, bf16(size, size)), 0, 3 * size**2)
 
 
 def unaligned_scale() -> Iterator[Kernel]:

@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError("minitrain runs on Linux and macOS: on Windows inside WSL (wsl --install)")
 
 # before torch 2.13 its compiler's import ends for a user without a name: one whom a container's
 # /etc/passwd does not have, as OpenShift makes up

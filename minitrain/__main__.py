@@ -9,14 +9,18 @@
   minitrain generate      as python -m minitrain.generate
   minitrain merge         as python -m minitrain.merge
   minitrain bench         as python bench.py in a clone
+  minitrain --version     its version, and those of Python, torch and CUDA
 
 Each tells its options with --help. On several GPUs: torchrun --nproc_per_node 8 -m minitrain train
 ...
 """
 
+import platform
 from importlib import import_module
 
+from minitrain import __version__
 from minitrain.errors import InputError
+from minitrain.run.config.aliases import nearest
 from minitrain.run.launch import cli
 
 # a command's file, in commands/
@@ -42,11 +46,18 @@ def dispatch(arguments: list[str]) -> None:
     name = " ".join(arguments[:1])
     if name in ("-h", "--help"):
         return print(__doc__)
+    if name == "--version":
+        import torch
+
+        cuda = torch.version.cuda or "none: this torch is for the CPU"
+        python = platform.python_version()
+        line = f"minitrain {__version__}, Python {python}, torch {torch.__version__}, CUDA {cuda}"
+        return print(line)
     if name not in FILES:
-        raise InputError(
-            f"minitrain {name}: first comes one of {', '.join(FILES)} (each has --help)"
-        )
-    import_module(f"minitrain.commands.{FILES[name]}").main(arguments[1:])
+        told = f"minitrain {name}: first comes one of {', '.join(FILES)}"
+        raise InputError(f"{told} {nearest(name, FILES) or '(each has --help)'}")
+    with cli.in_options(name):
+        import_module(f"minitrain.commands.{FILES[name]}").main(arguments[1:])
 
 
 if __name__ == "__main__":

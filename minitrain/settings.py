@@ -67,8 +67,8 @@ class Data:
     over_long: Literal["truncate", "drop"] = "truncate"
     # whether chats share rows; null: they do. Mock chats that do are as long as SQuAD's
     packed: bool | None = None
-    # "bytes", a tokenizer.json, or a folder that holds one; for kind=tokens it is only saved with
-    # the model
+    # "bytes", a tokenizer.json, or a folder that holds one; unset, that of the folder that training
+    # starts from, if it has one; for kind=tokens it is only saved with the model
     tokenizer: str = "bytes"
     # type of the tokens in raw .bin files (.npy files say theirs)
     token_dtype: Literal["uint16", "uint32"] = "uint16"
@@ -170,10 +170,13 @@ class Optim:
 class Fp8:
     """FP8 matrix products, with precision=fp8: see models/fp8.py."""
 
+    # which numbers share a scale: all of a tensor, a row, 1 x 128 of activations with 128 x 128 of
+    # weights (as DeepSeek-V3), or 1 x 32 (MXFP8); models/fp8_forms.py says what multiplies them
+    form: Literal["tensor", "row", "block", "mx"] = "tensor"
     # which products are accumulated with fewer bits on Hopper
     fast_accumulation: Literal["none", "forward", "all"] = "none"
-    # use FP8 for routed experts too, where each rank holds one of them (parallel.ep = their
-    # number)
+    # use FP8 for routed experts too; with form=tensor where each rank holds one of them
+    # (parallel.ep = their number)
     experts: bool = False
     # keep a transposed copy of the weights, so that micro-batches need not transpose them; it
     # takes a byte for each weight that the rank holds once FSDP has gathered them
@@ -197,6 +200,8 @@ class Checkpoint:
     every: int = number(0, 0)  # steps between two checkpoints; 0: only by time and at the end
     minutes: float = number(10.0, 0)  # minutes between two checkpoints; 0: not by time
     keep: int = number(2, 1)  # how many of the newest checkpoints stay on disk
+    # write and keep that of the best validation too: minitrain export --step best makes a model
+    best: bool = False
     asynchronous: bool = False  # go on training while a checkpoint is written
     resume: bool = True  # continue from the newest complete checkpoint under out_dir, if any
 
@@ -241,6 +246,10 @@ class Rollout:
     steps: int = number(0, 0, 1 << 20)
     # compile the blocks of decoding steps and, unless ranks share the model, the choice of tokens
     compile: bool = False
+    # what guesses tokens (rollout/drafting.py): the folder of a smaller model of the same
+    # vocabulary, or mtp, the model's layer of multi-token prediction
+    draft: str = ""
+    draft_tokens: int = number(3, 1, 64)  # how many tokens it guesses at once
 
 
 @dataclass
@@ -256,6 +265,15 @@ class GRPO:
     # exact, math, math_verify (symbolic, slower; pip install -e '.[math]'), or your own function as
     # package.module:name (see grpo/rewards.py)
     reward: str = "exact"
+    # what replies are sent to in place of a reward, package.module:Class (see grpo/environments.py)
+    environment: str = ""
+    turns: int = number(8, 1, 1 << 16)  # most replies of a sample to its environment
+    # most seconds of a sample's environment, all its calls together
+    environment_seconds: float = number(60.0, 0.001, 1e6)
+    # an environment that fails, or takes longer, ends the run, or its sample with the reward 0
+    environment_failure: Literal["stop", "zero"] = "stop"
+    # seconds that decoding waits for answers, until one takes longer: then others go on meanwhile
+    environment_wait: float = number(0.1, 0, 1e6)
     # key of the prompt in the lines of data.path; default: the first usual name in a line
     # (data/chat/problems.py)
     prompt_key: str = ""

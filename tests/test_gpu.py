@@ -220,17 +220,24 @@ def test_fp8_training_is_as_exact_as_on_the_cpu(changes):
         assert abs(length - 1) < 0.1, f"the update of {name} is {length:.2f} times as long"
 
 
-def fp8_passes(device: str, fast: str, dtype: torch.dtype, compiled: bool) -> list[torch.Tensor]:
+def fp8_passes(
+    device: str,
+    fast: str,
+    dtype: torch.dtype,
+    compiled: bool,
+    form: str = "tensor",
+    rows: tuple[int, int] = (4, 250),
+) -> list[torch.Tensor]:
     """Outputs and gradients of an MLP's FP8 Linears, two with one input, one with another: the same on all devices but
     for the order of sums."""
     generator = torch.Generator().manual_seed(0)
     x, z, *grads = (
-        torch.randn(4, 250, size, generator=generator) for size in (256, 128, 128, 128, 256)
+        torch.randn(*rows, size, generator=generator) for size in (256, 128, 128, 128, 256)
     )
     mlp = GatedMLP(256, 128)
     for weight in mlp.parameters():
         torch.nn.init.normal_(weight, generator=generator)
-    to_fp8([mlp.to(device)], fast)
+    to_fp8([mlp.to(device)], fast, form=form)
     x, z = (each.to(device, dtype).requires_grad_() for each in (x, z))
 
     def products(x, z):
@@ -259,6 +266,36 @@ def test_fp8_products_equal_those_on_cpu(dtype, tolerance, fast, compiled):
 
 @has_fp8
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-2), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("form", ["row", "block", "mx"])
+def test_products_of_each_form_equal_those_on_cpu(form, dtype, tolerance, compiled):
+    """On units that have it, or of dequantized factors: both return bf16. Of an odd number of tokens."""
+    given = "none", dtype
+    expected = fp8_passes("cpu", *given, False, form, (1, 1001))
+    for ours, right in zip(
+        fp8_passes("cuda", *given, compiled, form, (1, 1001)), expected, strict=True
+    ):
+        assert (ours - right).norm() < tolerance * right.norm()
+
+
+@has_fp8
+@pytest.mark.parametrize("form", ["row", "block", "mx"])
+def test_training_in_each_form_is_as_exact_as_on_the_cpu(form):
+    wide = {
+        "precision": "fp8",
+        "fp8": {"form": form},
+        "model": TREE["model"] | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512},
+    }
+    exact = updates("cpu", **wide | PLAIN)
+    on_cpu = updates("cpu", **wide | PLAIN | {"precision": "fp8"})
+    ours = updates("cuda", **wide | {"compile": True})
+    for name, update in exact.items():
+        error, usual = ((each[name] - update).norm() / update.norm() for each in (ours, on_cpu))
+        assert error < 1.5 * usual < 0.3, f"{name}: {error:.1e}, on the CPU {usual:.1e}"
+
+
+@has_fp8
+@pytest.mark.parametrize("compiled", [False, True])
 def test_what_tensor_parallelism_gathers_in_fp8(compiled):
     """On one rank: what FP8 products make of the input, and of the output's gradient, to the bit."""
     all_gather, reduce_scatter = along_sequence(start(from_dict(TREE | {"device": "cuda"})).tp)
@@ -283,14 +320,14 @@ def test_what_tensor_parallelism_gathers_in_fp8(compiled):
     assert torch.equal(x.grad, dequantize(*quantize(grad, E5M2), x.dtype))
 
 
-def fp8_expert_passes(device: str, rows: list[int]) -> list[torch.Tensor]:
+def fp8_expert_passes(device: str, rows: list[int], form: str = "tensor") -> list[torch.Tensor]:
     """Output and gradients of experts' products, with so many rows for each."""
     generator = torch.Generator().manual_seed(0)
     sizes = (sum(rows), 256), (sum(rows), 128), (len(rows), 128, 256)
     x, grad, weights = (torch.randn(size, generator=generator) for size in sizes)
     experts = Experts(len(rows), 256, 128, "relu2", bias=False)
     experts.up_proj.data = weights
-    to_fp8([torch.nn.ModuleList([experts])], "none", experts=True)
+    to_fp8([torch.nn.ModuleList([experts])], "none", experts=True, form=form)
     x, offsets = (
         x.to(device, torch.bfloat16).requires_grad_(),
         torch.tensor(rows).cumsum(0, dtype=torch.int32),
@@ -335,6 +372,16 @@ def test_experts_with_any_numbers_of_rows_in_bf16(mlp, compiled):
 def test_fp8_products_of_experts_equal_those_on_cpu(rows):
     for ours, right in zip(
         fp8_expert_passes("cuda", rows), fp8_expert_passes("cpu", rows), strict=True
+    ):
+        assert (ours - right).norm() <= 1e-2 * right.norm()
+
+
+@has_fp8
+@pytest.mark.parametrize("form", ["row", "block", "mx"])
+@pytest.mark.parametrize("rows", [[300, 0, 683, 17], [0, 0, 0, 5], [1000]], ids=str)
+def test_grouped_products_of_each_form_equal_those_on_cpu(form, rows):
+    for ours, right in zip(
+        fp8_expert_passes("cuda", rows, form), fp8_expert_passes("cpu", rows, form), strict=True
     ):
         assert (ours - right).norm() <= 1e-2 * right.norm()
 
@@ -547,6 +594,31 @@ def test_training_and_sampling_leave_each_other_their_memory():
     assert all(
         torch.equal(state.cpu(), value) for state, value in zip(states, values, strict=True)
     )
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    "name", ["qwen3-32b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b"]
+)
+def test_drafts_give_the_same_tokens(name, compile):
+    """Verified by CUDA graphs where steps are captured; tokens of a row lie in two pages."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    if name == "deepseek-v3":
+        heads |= {"num_key_value_heads": 4, "head_dim": 24, "num_nextn_predict_layers": 1}
+    model, prompts = make(name, **heads), prompts_of((1, 60, 126))
+    expected = [uncached(model, prompt, 12) for prompt in prompts]
+    own = bool(model.config.num_nextn_predict_layers)
+    draft = None if own else make("qwen3-32b", **heads).cuda()
+    settings = Rollout(slots=4, page_size=128, pages=10, steps=4, compile=compile)
+    settings.draft = "mtp" if own else ""
+    sampler = Sampler(model.cuda(), settings=settings, draft=draft)
+    for some in ([0, 1, 2], [2]):
+        found = sampler.generate(
+            [prompts[i] for i in some], SamplingParams(temperature=0, max_tokens=12)
+        )
+        assert [each.tokens for each in found] == [expected[i] for i in some]
+    assert sampler.drafter.counts["drafted"] > 0
 
 
 @pytest.mark.parametrize(

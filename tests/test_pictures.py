@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from minitrain.bench.report import held_back, merge_results, predicted, read_res
 from minitrain.commands import curves
 from minitrain.errors import InputError
 from minitrain.run.monitor import svg
+from minitrain.run.monitor.draw_curves import curves as curves_of
+from minitrain.run.monitor.draw_curves import smooth
 from tests.helpers.commands import ROOT
 from tests.test_house import ROOMS, TREES, imported
 
@@ -173,6 +176,40 @@ def test_curves_draw_each_finite_number_of_every_run(tmp_path):
             assert value_at(x, across, log=False) == pytest.approx(step, abs=0.05)
             assert value_at(y, upward, log=False) == pytest.approx(scale * step, abs=0.2)
     assert len(elements(text, "circle")) == 2
+
+
+def test_noisy_curves_are_pale_below_their_mean(tmp_path):
+    """The oracle: each mean by itself, over as many points before as after it."""
+    random = np.random.default_rng(0)
+    losses = (2 + np.exp(-np.arange(400) / 50) + random.normal(0, 0.3, 400)).tolist()
+    lines = [{"step": n + 1, "loss": loss, "lr": n / 400} for n, loss in enumerate(losses)]
+    text = curves_of({"a": lines})
+    drawn = elements(text, "polyline")
+    raw, mean, rate = (line for line in drawn if line.get("points").count(",") == 400)
+    assert (raw.get("opacity"), mean.get("opacity"), rate.get("opacity")) == ("0.25", None, None)
+    places = [
+        [[*map(float, p.split(","))] for p in each.get("points").split()] for each in (raw, mean)
+    ]
+    assert [x for x, _ in places[0]] == [x for x, _ in places[1]]
+    ys = np.array([y for _, y in places[0]])
+    for i, (_, y) in enumerate(places[1]):
+        half = min(10, i, 399 - i)
+        assert y == pytest.approx(ys[i - half : i + half + 1].mean(), abs=0.1)
+    assert np.abs(np.diff([y for _, y in places[1]])).mean() < np.abs(np.diff(ys)).mean() / 5
+
+
+def test_few_points_are_drawn_as_they_are():
+    points = [(n, float(n * n)) for n in range(1, 15)]
+    assert smooth(points) == points
+
+
+def test_a_panel_has_two_points_or_is_left_out():
+    lines = [{"step": n, "loss": 1.0 / n, "lr": 0.1} for n in (1, 2)]
+    lines[-1]["val_exact_match"] = 0.5
+    text = curves_of({"a": lines, "b": lines[:1]})
+    assert "learning rate" in text and "exact match" not in text
+    assert "exact match" in curves_of({"a": [line | {"val_exact_match": 0.5} for line in lines]})
+    assert "no curve yet" in curves_of({"a": lines[:1]})
 
 
 def test_curves_of_no_run_is_one_line(tmp_path):

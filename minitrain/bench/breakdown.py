@@ -56,10 +56,12 @@ KERNEL_KINDS = {
         "aten::bmm",
         "aten::baddbmm",
         "aten::_scaled_mm",
+        "aten::_scaled_mm_v2",
+        "aten::_scaled_grouped_mm_v2",
     ),
 }
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2")
 # FLOPs per byte
 THIN = 100
 

@@ -1,6 +1,6 @@
 """Count the bytes that a decoding step must read; they bound its speed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import empty_model
@@ -25,8 +25,11 @@ class Reads:
 def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
     """Return the sizes of a model, without its embeddings: a step reads only a few of their rows.
 
+    Layers of multi-token prediction, which a step does not run, do not count.
+
     itemsize: bytes per element of weights and caches. Mamba-2's scan states are fp32 regardless.
     """
+    config = replace(config, num_nextn_predict_layers=0)
     looked_up = ["model.embed_positions.weight"]
     if not config.tie_word_embeddings:
         looked_up.append("model.embed_tokens.weight")
@@ -55,17 +58,23 @@ def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
 
 
 def bytes_read(
-    reads: Reads, config: DecoderConfig, samples: float, context: float, tp: int = 1
+    reads: Reads,
+    config: DecoderConfig,
+    samples: float,
+    context: float,
+    tp: int = 1,
+    together: int = 1,
 ) -> tuple[float, float]:
     """Return bytes of weights, and of caches, that each of `tp` ranks reads in one decoding step.
 
     Weights are read once for all samples. Only experts that at least one token selected are read;
     their number is the expected one if tokens select at random. Each sample reads `context` tokens
     of its own cache, or its sliding window, and reads and writes its Mamba-2 states.
+    together: the tokens of a sample that the step computes, one and its drafts.
     """
     touched = 0.0
     if config.num_experts:
-        missed = (1 - config.num_experts_per_tok / config.num_experts) ** samples
+        missed = (1 - config.num_experts_per_tok / config.num_experts) ** (samples * together)
         touched = config.num_experts * (1 - missed)
     tokens = 0.0
     for layer in range(config.num_layers):

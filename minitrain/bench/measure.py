@@ -57,7 +57,7 @@ def measure(
         trainer.step(data, step)
         moments.append(Moment(device))
         graphs.append(counters["stats"]["unique_graphs"])
-        # as a run does, which reads a step's numbers while the device has the next one
+        # wait for the step before, as a run does, which reads its numbers while the next step runs
         moments[-2].wait()
     times = [after.since(before) for before, after in pairwise(moments)]
     # measured again, because the machine may have been busy the first time

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from statistics import median_high as median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,15 @@ from minitrain.run.monitor.flops import clean, flops_per_token
 from minitrain.run.monitor.hardware import measure_memory, timed
 from minitrain.settings import Config
 from minitrain.training.build import build_model
+
+
+class FirstTokens(NamedTuple):
+    """The first tokens that reach the host in a sampling step."""
+
+    # until they arrive
+    seconds: float
+    # number of tokens; 0 if they are not those of all samples, since not all are decoded at once
+    count: int
 
 
 def measure_sampling(
@@ -127,20 +137,17 @@ def submitted(sampler: Sampler, config: Config, prompts: torch.Tensor) -> Iterat
     sampler.cancel(*samples)
 
 
-def sample(sampler: Sampler, config: Config, prompts: torch.Tensor) -> tuple[float, int]:
-    """Sample all prompts to the end.
-
-    Returns the seconds until the first tokens arrived, and how many arrived then: 0 if they were not
-    those of all samples, since not all are decoded at once.
-    """
+def sample(sampler: Sampler, config: Config, prompts: torch.Tensor) -> FirstTokens:
+    """Sample all prompts to the end."""
     begin = time.perf_counter()
     with submitted(sampler, config, prompts) as samples:
         while not (news := sampler.step()):
             pass
-        first = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         while sampler.busy:
             sampler.step()
-    return first, sum(len(tokens) for _, tokens in news) if len(news) == len(samples) else 0
+    count = sum(len(tokens) for _, tokens in news) if len(news) == len(samples) else 0
+    return FirstTokens(seconds, count)
 
 
 def profiled_halfway(
@@ -200,11 +207,7 @@ def sampling_figures(
 
 
 def decoding_figures(
-    config: Config,
-    totals: list[float],
-    firsts: list[tuple[float, int]],
-    memory: float,
-    itemsize: int,
+    config: Config, totals: list[float], firsts: list[FirstTokens], memory: float, itemsize: int
 ) -> dict[str, float]:
     """Return the figures of the decoding phase, which follows the first tokens of all samples.
 

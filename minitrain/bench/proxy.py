@@ -18,7 +18,8 @@ from minitrain.bench.figures import placed, published_step_time, rates, token_fl
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.run.config.checks import validate
-from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.ranks import micro_batches, stated_ranks
 from minitrain.run.monitor.flops import clean, count_flops, visible_share
 from minitrain.settings import Config, Parallel
 
@@ -53,7 +54,8 @@ def make_proxy(config: Config, layers: int) -> Config:
         raise InputError(
             f"--proxy={layers} is not a multiple of recompute={every}, which takes every {every}th block"
         )
-    if config.fp8.experts and whole.num_experts == config.parallel.ep:
+    one_each = whole.num_experts == config.parallel.ep
+    if config.fp8.experts and config.fp8.form == "tensor" and one_each:
         raise InputError(
             "--proxy: one expert per rank, in FP8, has no stand-in on one rank (use fp8.experts=false)"
         )

@@ -50,10 +50,12 @@ MODES = {
     "simulated": "our code in the published layout, with our kernels, predicted on fake tensors",
     "fastest": "our code in a faster layout of as many GPUs and as much memory (`--ours`)",
     "recipe": "the published run, predicted with its own kernels and costs (`reference.recipe`): "
-    "what the accuracy is of",
+    "this prediction's errors are the accuracy",
     "measured": "the whole row, run",
     "extrapolated": "from proxies with fewer layers on one rank, without communication",
 }
+# kinds that the summary describes in words
+IN_WORDS = {"fastest": "in our fastest layout", "recipe": "predicted as they were run"}
 # keys of `reference` that are printed as notes, each with how the note begins
 REMARKS = {"known_error": "", "differs": "the published run ", "others": "others' tokens/s: "}
 
@@ -65,7 +67,7 @@ class Row:
     name: str
     # its config file as written
     tree: dict
-    # by kind, see MODES
+    # kind of measurement (a key of MODES) -> the measurement
     results: dict[str, dict] = field(default_factory=dict)
 
     @property
@@ -223,7 +225,8 @@ def summary(report: Report) -> str:
         ratios = [row.results[kind]["ratio"] for row in rows if kind in row.results]
         if ratios:
             middle = median_high(ratios)
-            parts.append(f"{len(ratios)} {kind}, median {middle:.2f} of the published figure")
+            what = IN_WORDS.get(kind, kind)
+            parts.append(f"{len(ratios)} {what}, median {middle:.2f} of the published figure")
     if tested := held_back(rows):
         middle = median(map(error, tested))
         worst = max(tested, key=error)

@@ -31,8 +31,9 @@ from minitrain.bench.report import (
 from minitrain.bench.rows import CONFIGS, FIGURES, SOURCES
 from minitrain.bench.tables import calibration_line, result_columns, short
 from minitrain.errors import refused
+from minitrain.run.config.recipes import own_folder
 
-PICTURE = Path(__file__).parents[1] / "results/pictures/accuracy.svg"
+PICTURE = own_folder("results") / "pictures/accuracy.svg"
 MEMORY = (
     "parameters",
     "gradients",
@@ -198,7 +199,9 @@ def link(url: str, text: str) -> str:
 
 
 def bullets(lines) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    # text between backticks is code
+    texts = (re.sub("`([^`]+)`", r"<code>\1</code>", escape(line)) for line in lines)
+    items = "".join(f"<li>{text}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
 

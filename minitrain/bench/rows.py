@@ -1,4 +1,4 @@
-"""The published rows: which config stands for which, and what was published."""
+"""Load configs as rows: a config with what was published of a run of it, under `reference`."""
 
 import re
 from functools import cache
@@ -12,7 +12,7 @@ from minitrain.bench.tables import column, markdown, need
 from minitrain.errors import InputError
 from minitrain.run.config.config_yaml import check_known, convert, read_tree
 from minitrain.run.config.load import load
-from minitrain.run.launch.cli import CONFIGS
+from minitrain.run.config.recipes import CONFIGS
 from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
@@ -33,26 +33,40 @@ SOURCES = {
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 # key of a config's `reference` -> type
 REFERENCE = {
+    # title of the published table, and the machine
     "source": str,
     "system": str,
-    "convention": str,
-    "known_error": str,
-    "differs": str,
-    "layout": str,
-    # tokens/s of slower published runs of the same work
-    "others": str,
+    "gpus": int,
+    # the published figures
     "tokens_per_sec_per_gpu": float,
     "tflops_per_gpu": float,
+    "step_time_s": float,
+    # how the table counts FLOPs, see CONVENTIONS
+    "convention": str,
+    # what is wrong with a published figure, and what it should have been
+    "known_error": str,
     "corrected_tokens_per_sec_per_gpu": float,
     "corrected_tflops_per_gpu": float,
-    "step_time_s": float,
+    # how the published run differs from the config
+    "differs": str,
+    # tokens/s of slower published runs of the same work
+    "others": str,
+    # for GRPO: mean length of the responses, their number per step, tensor-parallel size of the
+    # samplers
     "mean_response": float,
-    "gpus": int,
-    "generation_tp": int,
     "responses": int,
-    "changed": list[str],
-    "ours": list[str],
+    "generation_tp": int,
+    # for GRPO with drafts by multi-token prediction: how many tokens are drafted at once, and the
+    # probability that a draft is accepted if those before it are
+    "drafts": int,
+    "acceptance": float,
+    # how to predict the published run, see RECIPE
     "recipe": dict,
+    # overrides that give our fastest layout; "ours" in a config to which they are applied
+    "ours": list[str],
+    "layout": str,
+    # what differs from the row in an edited config, see `load_row`
+    "changed": list[str],
 }
 # key of `reference.recipe` -> type; see simulator/predict.py
 RECIPE = {"compile": bool, "attention": str, "micro_batches": int, "stack": str}
@@ -105,6 +119,10 @@ def read_reference(reference: dict, where: str = "reference") -> dict:
     missing = {"tokens_per_sec_per_gpu", "gpus", "step_time_s"} - found.keys()
     if "mean_response" in found and missing:
         raise InputError(f"{where}.mean_response needs {where}.{min(missing)} too")
+    if ("drafts" in found) != ("acceptance" in found) or found.get("acceptance", 0) > 1:
+        raise InputError(
+            f"{where} needs both drafts and acceptance, a share of at most 1, or none"
+        )
     if "recipe" in found:
         for key in found["recipe"]:
             check_known(key, RECIPE, f"{where}.recipe")

@@ -28,7 +28,8 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import TINY_WAN, tiny
 from minitrain.run.config.checks import validate
-from minitrain.run.config.layout_checks import check_layout, stated_ranks, training_ranks
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.ranks import stated_ranks, training_ranks
 from minitrain.run.launch.start import start
 from minitrain.settings import Batch, Config, Data, Model, Parallel, Validation
 

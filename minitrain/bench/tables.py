@@ -54,7 +54,7 @@ def need_rates(where: str, outcome: dict) -> None:
 
 # --- cells and columns
 
-# of a table, in characters
+# the greatest width of a table, in characters
 WIDTH = 100
 # columns that hold text
 NAMES = ("row", "settings", "machine")
@@ -153,7 +153,7 @@ def table(results: list[dict], wide: bool = False) -> str:
         columns = filled(columns | rare_columns(results))
     body = markdown(columns) if wide else in_width(columns)
     machines = dict.fromkeys(map(machine, results))
-    return "\n".join([*machines, body, *(beside(r) for r in results if "versus" in r)])
+    return "\n".join([*machines, body, *(comparison(r) for r in results if "versus" in r)])
 
 
 def result_columns(results: list[dict]) -> dict[str, list[str]]:
@@ -197,7 +197,7 @@ def spread(result: dict) -> str:
     )
 
 
-def beside(result: dict) -> str:
+def comparison(result: dict) -> str:
     """Return a line on how fast a result is compared with another library."""
     library = "training the whole model" if result["versus"] == "full" else result["versus"]
     low, high = result["versus_ratio_range"]

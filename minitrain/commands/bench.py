@@ -19,9 +19,8 @@
 
 Any setting can follow as key=value, such as batch.micro=1 model.num_layers=2.
 
-Each result is printed and written as soon as it is there, since machines are rented by the hour. A
-config that fails is reported in one line and does not stop those after it; the exit code says so in
-the end.
+Each result is printed and written at once, since machines are rented by the hour. A config that
+fails is reported in one line and does not stop those after it; the exit code says so in the end.
 """
 
 import gc
@@ -39,18 +38,17 @@ from pathlib import Path
 from minitrain.bench.rows import list_rows, load_row
 from minitrain.bench.tables import calibration_line, details, table
 from minitrain.errors import InputError, refused
-from minitrain.run.config.environment import world_size
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
-from minitrain.run.config.unread import unread
+from minitrain.run.config.recipes import CONFIGS, config_path, own_folder, split_words
 from minitrain.run.launch import cli
 from minitrain.run.launch.interrupts import stop
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 
-# torch, and what brings it, is imported by the functions that need it: it takes seconds, and --help,
-# --list, --report and a mistyped key are answered without it
+# torch, which takes seconds, is imported in functions: --help, --list and typos are answered before
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = own_folder("results")
 UNSTEADY = "steps were not of one speed, or faster than the machine's matrix products: was it busy with other things?"
 
 FLAGS = {
@@ -114,10 +112,10 @@ CONTRADICTIONS = {
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser(prog="bench.py", description=__doc__)
+    parser = cli.Parser(settings=True, prog="bench.py", description=__doc__)
     add = parser.add_argument
     text = "a file, or a row as --list names it; default: quickstart"
-    add("--config", nargs="+", action="extend", default=[], type=cli.config_path, help=text)
+    add("--config", nargs="+", action="extend", default=[], type=config_path, help=text)
     add("--steps", type=cli.positive(int), default=10, help="timed steps")
     warmup = cli.positive(int, zero=True)
     add("--warmup", type=warmup, default=3, help="untimed steps before them")
@@ -169,9 +167,8 @@ def bench(options: Namespace) -> None:
     if options.generate:
         cli.use_huge_pages()
     # --config swallows the words behind it
-    words = options.config + options.overrides
-    overrides = [word for word in words if "=" in word]
-    files = [word for word in words if "=" not in word] or [cli.CONFIGS / "quickstart.yaml"]
+    files, overrides = split_words(options.config + options.overrides)
+    files = files or [CONFIGS / "quickstart.yaml"]
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")
     alone = options.calibrate and not options.config
@@ -281,9 +278,11 @@ def check_options(cases: list[Case], options: Namespace) -> None:
 
 def show_unread(cases: list[Case], options: Namespace) -> None:
     """Print a note for each setting that no case reads, once for all cases that give it."""
+    from minitrain.run.config.unread import unread
+
     also_read = ("rollout", "grpo") if options.generate else ()
     notes = [note for case in cases for note in unread(case.config, also_read)]
-    if is_first_rank():
+    if rank() == 0:
         for note in dict.fromkeys(notes):
             print(note, file=sys.stderr, flush=True)
 
@@ -307,7 +306,7 @@ def run_all(cases: list[Case], options: Namespace) -> None:
                 tell(case.row, error, options.debug)
     finally:
         # also where SIGTERM or Ctrl-C ends it
-        if len(results) > 1 and is_first_rank():
+        if len(results) > 1 and rank() == 0:
             from minitrain.simulator.sweep import growth
 
             print(growth(results) if options.sweep else table(results, options.wide), flush=True)
@@ -326,7 +325,7 @@ def run_case(case: Case, options: Namespace) -> list[dict]:
             from minitrain.simulator.dry_run import dry_run
 
             found = dry_run(config)
-            if is_first_rank():
+            if rank() == 0:
                 print(f"{case.row}: {found}", flush=True)
             continue
         release_memory()
@@ -406,7 +405,7 @@ def show_calibration(config: Config, file: str | None) -> None:
     from minitrain.simulator.calibrate import calibrate
 
     outcome = calibrate(pick_device(config.device))
-    if is_first_rank():
+    if rank() == 0:
         print(calibration_line(outcome), flush=True)
         append(outcome, file)
 
@@ -436,20 +435,12 @@ def rank_combinations(file: str, overrides: list[str], options: Namespace) -> No
 # --- what is printed and written
 
 
-def is_first_rank() -> bool:
-    """Return whether this process prints and writes for all."""
-    from minitrain.run.launch.failures import rank
-
-    return rank() == 0
-
-
 def write_result(outcome: dict, file: str | None, wide: bool = False) -> None:
     """Print a result and append it to the file of results, at once: what comes later may fail.
 
-    Either is done though the other cannot be, as where whoever read the output has gone, or a disk
-    is full.
+    Either is done though the other cannot be: the reader may have gone, or the disk be full.
     """
-    if not is_first_rank():
+    if rank() != 0:
         return
     try:
         print(table([outcome], wide), flush=True)
@@ -485,24 +476,23 @@ def tell(row: str, error: Exception, debug: bool) -> None:
     """Report the error in one line, as the command line reports its own."""
     if debug:
         traceback.print_exception(error)
-    if is_first_rank():
+    if rank() == 0:
         line = cli.in_one_line(error) or f"{error!r:.200}"
         print(f"error: {row}: {line}", file=sys.stderr, flush=True)
 
 
 def tell_next(options: Namespace) -> None:
     """Say on stderr what was written, and what to do next."""
+    file = options.json
     if options.dry_run:
         line = "nothing was run: leave --dry-run out, or predict speed and memory with --simulate"
-    elif not options.json:
+    elif not file:
         line = "--json FILE keeps results, and --report FILE shows them beside the published ones"
     elif options.calibrate:
-        line = (
-            f"wrote {options.json}: simulate this machine with --simulate --system {options.json}"
-        )
+        line = f"wrote {file}: simulate this machine with --simulate --system {file}"
     else:
-        line = f"wrote {options.json}: python bench.py --report {options.json} makes a page of it"
-    if is_first_rank():
+        line = f"wrote {file}: python bench.py --report {file} makes a page of it"
+    if rank() == 0:
         if options.trace:
             print(f"wrote {options.trace}: see it at https://ui.perfetto.dev", file=sys.stderr)
         print(line, file=sys.stderr)

@@ -18,11 +18,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", metavar="FILE", type=cli.home_path)
     options = parser.parse_args(arguments)
     runs = {}
-    for run in options.runs:
+    # the file in a run's folder stands for it
+    names = [str(Path(run).parent) if run.endswith(".jsonl") else run for run in options.runs]
+    for run in names:
         runs[run], _ = read_lines(Path(run, "metrics.jsonl"))
         if not runs[run]:
             raise InputError(f"{run} has no metrics.jsonl with steps (give a run's out_dir)")
-    file = Path(options.out or Path(options.runs[0], "curves.svg"))
+    file = Path(options.out or Path(names[0], "curves.svg"))
     with refused(f"{file} cannot be written"):
         file.write_text(curves(runs), encoding="utf-8")
     print(f"{file}: open it in a browser")

@@ -6,14 +6,28 @@ the weights alone, whatever the layout of the run, on the CPU, and changes nothi
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
 from minitrain.settings import Config
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+
+def step_or_best(text: str) -> int | str:
+    """Parse a step's number, or best, as an argparse type."""
+    return text if text == "best" else cli.positive(int)(text)
+
+
 OPTIONS = {
     "--run": (cli.home_path, ..., "a run's out_dir"),
-    "--step": (cli.positive(int), None, "by default the newest checkpoint"),
+    "--step": (
+        step_or_best,
+        None,
+        "of a checkpoint, or best, by validation; default: the newest",
+    ),
     "--out": (cli.home_path, ..., "a new folder"),
 }
 # one process, beside a GPU that may be training; the weights are the same
@@ -23,17 +37,11 @@ grpo.generation_ranks=0 rollout.tp=1 rollout.ep=1"""
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(OPTIONS, prog="minitrain export", description=__doc__)
-    options = parser.parse_args(arguments)
-    import torch.distributed.checkpoint as dcp
-
-    from minitrain.run.checkpoint.checkpoint_files import (
-        IndexedReader,
-        complete_steps,
-        find_damage,
-        make_empty,
-        read_description,
+    parser.add_argument(
+        "--fp8", action="store_true", help="matrices in FP8 with a scale for each 128 x 128"
     )
-    from minitrain.run.checkpoint.checkpoint_state import changing, check_weights
+    options = parser.parse_args(arguments)
+    from minitrain.run.checkpoint.checkpoint_files import make_empty, read_description
     from minitrain.run.config.load import load
     from minitrain.run.launch.start import make_trainer, start
     from minitrain.run.monitor.progress import next_command
@@ -42,26 +50,56 @@ def main(arguments: list[str]) -> None:
     out = Path(options.out)
     if out.exists():
         raise InputError(f"--out {out} exists already (name a new folder)")
-    checkpoints = Path(options.run, "checkpoints")
-    steps = complete_steps(checkpoints)
-    if not steps:
-        raise InputError(f"{checkpoints} holds no checkpoint (--run is a run's out_dir)")
-    step = options.step or steps[-1]
-    if step not in steps:
-        raise InputError(f"{checkpoints} holds steps {steps}, not {step}")
-    folder = checkpoints / f"step-{step:08d}"
-    if problem := find_damage(folder, 0, 1):
-        raise InputError(f"checkpoint {folder} is damaged: {problem}")
+    number, folder = find_checkpoint(Path(options.run), options.step)
     config = load(Path(options.run, "config.yaml"), ALONE.split())
+    if options.fp8 and config.lora:
+        raise InputError("--fp8 is for models, and this run trained adapters (leave it out)")
     description = read_description(folder)
     asks = prompt_of(config, description["extra"])
     trainer = make_trainer(config, start(config))
-    weights = changing(trainer.model)
-    reader = IndexedReader(folder, description["files"])
+    read_weights(trainer.model, folder, description["files"])
+    work = out.with_name(f"{out.name}.tmp")
+    make_empty(work)
+    export(trainer, config, work, asks, options.fp8)
+    work.rename(out)
+    print(f"{out} holds step {number} of {options.run}")
+    print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")
+
+
+def find_checkpoint(run: Path, step: int | str | None) -> tuple[int, Path]:
+    """Return the number and the folder of a run's checkpoint.
+
+    step: a number; best, by validation; None: the newest. Raises InputError if there is none, or
+    it is damaged.
+    """
+    from minitrain.run.checkpoint.checkpoint_files import complete_steps, find_damage
+
+    checkpoints = run / "checkpoints"
+    steps = complete_steps(checkpoints)
+    if not steps:
+        raise InputError(f"{checkpoints} holds no checkpoint (--run is a run's out_dir)")
+    number = best_step(run / "metrics.jsonl") if step == "best" else step or steps[-1]
+    if number not in steps:
+        kept = " (checkpoint.best=true keeps the best)" if step == "best" else ""
+        raise InputError(f"{checkpoints} holds steps {steps}, not {number}{kept}")
+    folder = checkpoints / f"step-{number:08d}"
+    if problem := find_damage(folder, 0, 1):
+        raise InputError(f"checkpoint {folder} is damaged: {problem}")
+    return number, folder
+
+
+def read_weights(model: "Module", folder: Path, files: dict) -> None:
+    """Read a checkpoint's weights into a model, or their averages where the run has optim.ema."""
+    import torch.distributed.checkpoint as dcp
+
+    from minitrain.run.checkpoint.checkpoint_files import IndexedReader
+    from minitrain.run.checkpoint.checkpoint_state import changing, check_weights
+
+    weights = changing(model)
+    reader = IndexedReader(folder, files)
     stored = reader.index.state_dict_metadata
     check_weights(folder, stored, weights, set(weights))
     dcp.load(weights, storage_reader=reader)
-    # a run with optim.ema writes the averages of its weights
     averages = {
         f"{name}/ema": tensor.float()
         for name, tensor in weights.items()
@@ -70,12 +108,17 @@ def main(arguments: list[str]) -> None:
     dcp.load(averages, storage_reader=reader)
     for entry, average in averages.items():
         weights[entry.removesuffix("/ema")].copy_(average)
-    work = out.with_name(f"{out.name}.tmp")
-    make_empty(work)
-    export(trainer, config, work, asks)
-    work.rename(out)
-    print(f"{out} holds step {step} of {options.run}")
-    print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")
+
+
+def best_step(file: Path) -> int:
+    """Return the step of a run's best validation. Raises InputError if it has none."""
+    from minitrain.run.monitor.metrics_file import read_lines
+    from minitrain.run.monitor.progress import goodness, validation
+
+    tested = [line for line in read_lines(file)[0] if validation(line)]
+    if not tested:
+        raise InputError(f"{file} has no validation (--step N names a step)")
+    return max(tested, key=goodness)["step"]
 
 
 def prompt_of(config: Config, extra: dict) -> str | None:

@@ -28,6 +28,8 @@ TEXT = {
     "--top-p": (float, 1.0, "... that hold this share of the probability"),
     "--min-p": (float, 0.0, "... at least this share as likely as the likeliest"),
     "--n": (positive(int, most=1 << 16), 1, "how many samples"),
+    "--draft": (home_path, None, "what guesses tokens: a smaller model's folder, or mtp"),
+    "--draft-tokens": (positive(int, most=64), 3, "how many it guesses at once"),
 }
 VIDEOS = {
     "--prompts": (home_path, ..., "a safetensors file, shapes, or with --encoders lines of text"),

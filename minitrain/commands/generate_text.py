@@ -1,5 +1,6 @@
 """Continue texts and answer chats in the terminal: what python -m minitrain.generate does."""
 
+import re
 import sys
 from argparse import Namespace
 from contextlib import suppress
@@ -23,14 +24,18 @@ from minitrain.data.chat.problems import read_question
 from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
 from minitrain.errors import InputError, hub_hint, located, refuse, refused
-from minitrain.formats.hf import read_config
+from minitrain.formats.hf import load_pretrained, read_config
 from minitrain.formats.peft import load_merged
 from minitrain.models.wan_config import WanConfig
+from minitrain.rollout.drafting import MTP, SAME_IDS, check_draft
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.run.launch import cli
 from minitrain.run.launch.start import pick_device
+from minitrain.settings import Rollout
+
+SLASHES = "/clear begins anew, /system TEXT too, with that as its system prompt, /exit ends"
 
 
 def generate_text(options: Namespace) -> None:
@@ -44,6 +49,11 @@ def generate_text(options: Namespace) -> None:
         )
     source = options.tokenizer or tokenizer_folder(options.model, options.adapter)
     check_same_ids(source, options.model, "--tokenizer ")
+    if options.draft:
+        with located(f"--draft {options.draft}"):
+            check_draft(config, MTP if options.draft == MTP else read_config(options.draft))
+            if options.draft != MTP:
+                check_same_ids(source, options.draft, "", SAME_IDS)
     tokenizer = load_tokenizer(source)
     template = choose_template("auto", tokenizer) if options.chat else None
     replied = template and end_of_reply(template, tokenizer)
@@ -66,8 +76,13 @@ def generate_text(options: Namespace) -> None:
     # of a conversation nobody knows the length
     longest = max(map(len, left)) + options.max_tokens if left else None
     samples = options.n * max(1, len(left))
-    model = load_merged(options.model, options.adapter, device=pick_device(options.device))
-    sampler = Sampler(model, tokenizer, samples=samples, longest=longest)
+    device = pick_device(options.device)
+    model = load_merged(options.model, options.adapter, device=device)
+    draft = None
+    if options.draft not in (None, MTP):
+        draft = load_pretrained(options.draft, device=device)
+    settings = Rollout(draft=options.draft or "", draft_tokens=options.draft_tokens)
+    sampler = Sampler(model, tokenizer, settings, samples, longest, draft)
     if options.prompts:
         answer_prompts(options, lines, prompts, sampler, params, answers)
         if options.out:
@@ -76,6 +91,10 @@ def generate_text(options: Namespace) -> None:
         show(sampler, sampler.submit(prompts[0], params), "" if template else options.prompt)
     else:
         converse(sampler, params, system_of(options), template)
+    if sampler.drafter:
+        counts = sampler.drafter.counts
+        right = f"{counts['accepted']:,} of {counts['drafted']:,} drafts were right"
+        print(f"note: {right}", file=sys.stderr)
 
 
 def read_prompts(
@@ -159,10 +178,24 @@ def converse(
 
     Where that is more than the model has positions for, the conversation begins anew, as is told.
     """
+    if sys.stdin.isatty():
+        print(SLASHES, file=sys.stderr)
     said = before
     with suppress(EOFError):
         while True:
-            question = Message("user", input("> "))
+            line = input("> ")
+            order, _, text = line.partition(" ")
+            if order in ("/exit", "/quit"):
+                return
+            if order == "/system":
+                before = [Message("system", text)] if text.strip() else []
+            if order in ("/system", "/clear"):
+                said = before
+                continue
+            if re.fullmatch(r"/\w+", order):
+                print(f"note: {order} is no order ({SLASHES})", file=sys.stderr)
+                continue
+            question = Message("user", line)
             for chat in ([*said, question], [*before, question]):
                 try:
                     prompt = encode(chat, template, sampler.tokenizer)
@@ -191,9 +224,10 @@ def show(sampler: Sampler, samples: list[Sample], prompt: str) -> str:
 
 
 def check_folders(options: Namespace) -> None:
-    """Raise InputError where --model or --adapter names no folder."""
-    for name in ("model", "adapter"):
-        if (folder := getattr(options, name)) and not Path(folder).is_dir():
+    """Raise InputError where an option names no folder."""
+    for name in ("model", "adapter", "draft"):
+        folder = getattr(options, name)
+        if folder and (name, folder) != ("draft", MTP) and not Path(folder).is_dir():
             hint = (
                 hub_hint(folder, f"--{name} ")
                 or " (give one in Hugging Face layout, such as a run's out_dir)"

@@ -31,6 +31,8 @@ def main(arguments: list[str]) -> None:
             raise InputError(
                 f"--out {options.out} is --{name}, which would be overwritten (use another folder)"
             )
+    if Path(options.out, "config.json").exists():
+        raise InputError(f"--out {options.out} holds a model already (name a new folder)")
     merge(options.model, options.adapter, options.out)
 
 

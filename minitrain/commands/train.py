@@ -1,4 +1,4 @@
-"""Train a model: python -m minitrain.train --config FILE [key=value ...], also under torchrun.
+"""Train a model: minitrain train FILE [key=value ...]; torchrun ... -m minitrain train FILE ...
 
 Writes to `out_dir`: metrics.jsonl (one JSON object per step), config.yaml (what ran), and
 checkpoints/, from which the same command resumes when it runs again. At the end the model comes in
@@ -12,9 +12,10 @@ from typing import Any
 
 from minitrain.run.config.config_yaml import as_words
 from minitrain.run.config.load import load
+from minitrain.run.config.recipes import config_path, only_config, with_remedy
 from minitrain.run.launch import cli
 
-OPTIONS = {"--config": (cli.config_path, ..., "a YAML file, or a recipe as train/shapes")}
+OPTIONS = {"--config": (config_path, None, "a YAML file, or a recipe as train/shapes")}
 
 
 def main(arguments: list[str]) -> None:
@@ -22,7 +23,9 @@ def main(arguments: list[str]) -> None:
         from minitrain.run.config.describe import describe_section
 
         return print(describe_section(arguments[-1]))
-    parser = cli.Parser(OPTIONS, prog="python -m minitrain.train", description=__doc__)
+    parser = cli.Parser(
+        OPTIONS, settings=True, prog="python -m minitrain.train", description=__doc__
+    )
     if "-h" in arguments or "--help" in arguments:
         from minitrain.run.config.describe import list_settings
 
@@ -30,20 +33,21 @@ def main(arguments: list[str]) -> None:
     add = parser.add_argument
     add("--print-config", action="store_true", help="print all settings, with comments")
     add("--deterministic", action="store_true", help="the same run again gives the same bits")
-    add("overrides", nargs="*", metavar="key=value", help="settings over those of the file")
+    add("words", nargs="*", metavar="key=value", help="the config, and settings over its own")
     options = parser.parse_args(arguments)
-    words = options.overrides
+    file, words = only_config(options.config, options.words)
     if options.deterministic:
         words.append("deterministic=true")
-    config = load(options.config, words)
-    if options.print_config:
-        from minitrain.run.config.describe import annotate
+    with with_remedy(file):
+        config = load(file, words)
+        if options.print_config:
+            from minitrain.run.config.describe import annotate
 
-        return print("\n".join(annotate(config)))
-    # brings torch, which takes seconds: --help and a mistyped key are answered before
-    from minitrain.run.tasks import train_model
+            return print("\n".join(annotate(config)))
+        # brings torch, which takes seconds: --help and a mistyped key are answered before
+        from minitrain.run.tasks import train_model
 
-    train_model.train(config)
+        train_model.train(config)
 
 
 def train(config: str | Path, **settings: Any) -> None:
@@ -53,4 +57,6 @@ def train(config: str | Path, **settings: Any) -> None:
     """
     from minitrain.run.tasks import train_model
 
-    train_model.train(load(cli.config_path(str(config)), as_words(settings)))
+    file = config_path(str(config))
+    with with_remedy(file):
+        train_model.train(load(file, as_words(settings)))

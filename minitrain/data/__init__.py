@@ -1,13 +1,13 @@
-"""Data in: files become datasets, whose row n is a pure function of (seed, n).
+"""Turn files into datasets, whose row n is a pure function of (seed, n).
 
-    files.py, records.py    which files a setting stands for, and the objects and texts in them
-    tokenizer.py            text to ids and back
-    held_out.py             what is not trained on, but validated on
-    text/                   documents and files of tokens
-    chat/                   chats, pairs of replies, problems for GRPO
-    video/                  latents of videos, and how they are made
-    datasets.py             opens what a config names, and mixes several
+    files, records    find the files that a setting names, and read the objects and texts in them
+    tokenizer         text to ids and back
+    held_out          hold data out of training, for validation
+    text/             documents, and files of tokens
+    chat/             chats, preference pairs, problems for GRPO
+    video/            latents of videos, and how to make them
+    datasets          open the dataset of a config, and mix several
 
-Not here: batches and packing (training/packing.py), toy worlds (examples/, see toys.py), and
-streaming from a network. Read text/text_rows.py first, then chat/sft.py and datasets.py.
+Not here: batches and packing (training/packing.py), toy worlds (examples/, see toys.py), streaming
+from a network. Read text/text_rows.py first, then chat/sft.py and datasets.py.
 """

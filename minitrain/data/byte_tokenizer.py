@@ -1,7 +1,7 @@
-"""The built-in tokenizer: the bytes of UTF-8.
+"""The built-in tokenizer: tokens are the bytes of UTF-8.
 
-Bytes need no vocabulary file, no training and no package, and lose nothing; they make sequences
-about four times longer than a trained vocabulary does.
+It needs no vocabulary file, no training and no package, and loses nothing. Sequences are about four
+times as long as with a trained vocabulary.
 """
 
 import json
@@ -13,20 +13,21 @@ import numpy as np
 
 BOS = "<|bos|>"
 EOS = "<|eos|>"
-# files beside a tokenizer.json; the first two name special tokens
+# files beside a tokenizer.json that name special tokens
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 CHAT_TEMPLATE = "chat_template.jinja"
-# tokenizer.model: the same vocabulary; of Nemotron-4's, llama.cpp reads no other file
+# all files beside a tokenizer.json. tokenizer.model is the same vocabulary in another format, the only
+# one that llama.cpp reads for Nemotron-4
 COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE, "tokenizer.model", "added_tokens.json")
 # a folder of more chat templates
 MORE_TEMPLATES = "additional_chat_templates"
 
 
 class ByteTokenizer:
-    """ids 0..255 are the bytes of UTF-8, 256 begins and 257 ends a document.
+    """A tokenizer with ids 0 to 255 for bytes, 256 for bos and 257 for eos.
 
-    Text never encodes to 256 or 257, not even the text "<|eos|>" (transformers would take the
-    special token there).
+    Text never encodes to 256 or 257, not even the text "<|eos|>", which transformers would encode as
+    the special token.
     """
 
     eos_id = 257
@@ -53,31 +54,31 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: list[int], special: bool = False) -> str:
-        """Return the text of `ids`, with special tokens as they are written only if `special`.
+        """Return the text of `ids`, with special tokens only if `special`.
 
-        Invalid UTF-8 is replaced, ids that are no byte are dropped.
+        Invalid UTF-8 is replaced, and other ids are dropped.
         """
         written = {256: BOS.encode(), self.eos_id: EOS.encode()} if special else {}
         parts = (bytes([i]) if 0 <= i < 256 else written.get(i, b"") for i in ids)
         return b"".join(parts).decode("utf-8", "replace")
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a special token, by its text, if there is one."""
+        """Return the id of a special token by its text, or None."""
         return {BOS: 256, EOS: self.eos_id}.get(token)
 
     def vocabulary(self) -> dict[int, str]:
-        """Return each id's token, as tokenizer.json writes it."""
+        """Return id -> token, as in tokenizer.json."""
         tokens = {number: text for text, number in byte_level_bpe()["model"]["vocab"].items()}
         return tokens | {256: BOS, self.eos_id: EOS}
 
     def named_id(self, role: str) -> int | None:
-        """Return the id of the `bos`, `eos` or `pad` token, if there is one."""
+        """Return the id of the `bos`, `eos` or `pad` token, or None."""
         return {"bos": 256, "eos": self.eos_id}.get(role)
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json for transformers.AutoTokenizer.
 
-        They replace another tokenizer's files.
+        Files of another tokenizer in the folder are replaced or removed.
         """
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -93,15 +94,15 @@ class ByteTokenizer:
 
 
 def byte_level_bpe() -> dict:
-    """Return the tokenizer.json of a byte-level BPE that never merges: the bytes are the tokens.
+    """Return the tokenizer.json of a byte-level BPE without merges, whose tokens are the bytes.
 
-    Each byte has GPT-2's character: a printable one its own, others the next from 256 on.
+    Bytes are written as GPT-2's characters: printable ones as themselves, others from 256 on.
     """
     return json.loads(Path(__file__).with_name("bytes.json").read_text(encoding="utf-8"))
 
 
 def is_byte_tokenizer(tree: dict) -> bool:
-    """Return True if a tokenizer.json is ByteTokenizer's, perhaps saved again by another program."""
+    """Return True if a tokenizer.json is ByteTokenizer's, also after another program saved it."""
     ours = byte_level_bpe()
     try:
         specials = sorted((token["id"], token["content"]) for token in tree["added_tokens"])
@@ -114,9 +115,9 @@ def is_byte_tokenizer(tree: dict) -> bool:
 def remove_others(
     folder: str | Path, names: Iterable[str], templates: Path | None = None
 ) -> None:
-    """Remove an earlier tokenizer's files that are not among the new names, and copy `templates`.
+    """Remove an earlier tokenizer's files that are not among `names`, and copy `templates`.
 
-    They would still be read: a chat template even before the new one.
+    They would still be read, an old chat template even in preference to the new one.
     """
     for name in set(COMPANIONS) - set(names):
         Path(folder, name).unlink(missing_ok=True)

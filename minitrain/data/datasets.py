@@ -1,9 +1,9 @@
-"""Open the datasets of a config, several of which are mixed by weight.
+"""Open the datasets of a config, and mix several by weight.
 
-Which row of which source row n of a mixture is, depends on n and the weights alone. Next comes the
-source that lacks most of its share, as in Megatron-LM's BlendedDataset: so every stretch of rows is
-mixed evenly. That order of BLOCK rows repeats; a share is exact to 1 / BLOCK. Each source has epochs
-and a shuffled order of its own.
+The source of row n of a mixture depends only on n and the weights: it is the source that is furthest
+behind its share, as in Megatron-LM's BlendedDataset, so every stretch of rows is mixed evenly. The
+order of sources repeats after BLOCK rows, and shares are exact to 1 / BLOCK. Each source has its own
+epochs and its own shuffled order.
 """
 
 import math
@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.files import apart, held_out_apart
+from minitrain.data.files import data_by_source, train_and_held_out
 from minitrain.data.text.text_rows import open_data
 from minitrain.data.toys import load_from
 from minitrain.errors import InputError
 from minitrain.settings import Config
+from minitrain.training.packing import ENDLESS
 
 BLOCK = 10_000
-# what opens the rows of tasks that need more than texts, which no other task imports
+# task -> function that opens its data; only this task imports it. Other tasks use `open_data`
 OPENED_BY = {
     "sft": "minitrain.data.chat.sft:open_chats",
     "lora": "minitrain.data.chat.sft:open_chats",
@@ -37,8 +38,8 @@ def open_dataset(config: Config) -> tuple:
     Raises InputError for files that are missing, damaged or do not fit the model.
     """
     if config.data.validation_path:
-        trained, held = map(open_dataset, held_out_apart(config))
-        # videos to validate on are under noise held fixed
+        trained, held = map(open_dataset, train_and_held_out(config))
+        # datasets of videos have a validation side with fixed noise: use that of the held-out files
         return trained[0], held[1] or held[0]
     if config.data.sources:
         return open_sources(config)
@@ -50,8 +51,8 @@ def open_dataset(config: Config) -> tuple:
 
 
 def open_sources(config: Config) -> "tuple[Mixed, Mixed | None]":
-    """Return the sources' training datasets mixed, and their held-out ones likewise."""
-    sources = apart(config.data)
+    """Return the training datasets of all sources mixed, and the held-out ones mixed alike, or None."""
+    sources = data_by_source(config.data)
     weights = [source.weight for source in config.data.sources]
     opened = [open_dataset(replace(config, data=data)) for data in sources.values()]
     trained, held = zip(*opened, strict=True)
@@ -63,25 +64,30 @@ def open_sources(config: Config) -> "tuple[Mixed, Mixed | None]":
 
 
 def with_steps(config: Config, rows: int, per_step: int) -> Config:
-    """Return the config with its epochs as steps: passes over `rows`, of which a step takes some."""
+    """Return the config with its epochs converted to steps. rows: per epoch; per_step: rows per step."""
     if not config.epochs:
         return config
-    # as it is written: 1.1 in binary is a little more, and so would be the number of steps
+    if rows >= ENDLESS:
+        raise InputError(
+            f"epochs={config.epochs:g} needs data that ends, and data.kind={config.data.kind} has no end here "
+            f"(use steps)"
+        )
+    # the decimal number as written: 1.1 as a float is a little more, which could add a step
     epochs = Fraction(str(config.epochs))
     return replace(config, steps=math.ceil(epochs * rows / per_step), epochs=0.0)
 
 
 class Mixed:
-    """Rows of several datasets, each with `sources`, the number of its dataset, at every token.
+    """Rows of several datasets. `sources` of a row is the number of its dataset, at every token.
 
-    names, weights: of the datasets; shares are the weights divided by their sum.
+    names, weights: of the datasets; a share is a weight over the sum of weights.
     """
 
     def __init__(self, datasets: Sequence, names: Sequence[str], weights: Sequence[float]):
         self.datasets = datasets
         self.names = names
         shares = np.array(weights) / sum(weights)
-        # [BLOCK]: the source of each row, and how many rows it had before
+        # [BLOCK]: the source of each row, and the number of earlier rows from this source
         self.source = np.zeros(BLOCK, np.int64)
         self.before = np.zeros(BLOCK, np.int64)
         self.counts = np.zeros(len(datasets), np.int64)
@@ -93,18 +99,20 @@ class Mixed:
         lines = []
         for name, share, count, dataset in zip(names, shares, self.counts, datasets, strict=True):
             if not count:
-                told = f"data.sources: {name!r} has {share:.2g} of all weights"
-                raise InputError(f"{told}, which is less than a row in {BLOCK:,} (give it more)")
+                raise InputError(
+                    f"data.sources: {name!r} has {share:.2g} of all weights, which is less than a row in {BLOCK:,} "
+                    f"(give it more)"
+                )
             lines.append(f"{name}: {share:.2%} of the rows, {len(dataset):,} in all")
             if about := getattr(dataset, "about", ""):
                 lines.append(f"{name}: {about}")
         self.about = "\n".join(lines)
-        # of chats: the prompt that replies follow, if it is one for all
+        # for chats, the prompt before replies, if it is the same in all datasets
         asked = {getattr(dataset, "asks", None) for dataset in datasets}
         self.asks = asked.pop() if len(asked) == 1 else None
 
     def __len__(self) -> int:
-        """Return the number of rows before the first that comes again."""
+        """Return the number of rows before any row is repeated."""
         ends = []
         for source, dataset in enumerate(self.datasets):
             block, rest = divmod(len(dataset), int(self.counts[source]))
@@ -113,7 +121,7 @@ class Mixed:
         return min(ends)
 
     def place(self, n: int) -> tuple[int, int]:
-        """Return the source of row n, and which of its rows that is."""
+        """Return the source of row n, and the number of the row in this source."""
         block, n = divmod(int(n), BLOCK)
         source = int(self.source[n])
         number = block * self.counts[source] + self.before[n]

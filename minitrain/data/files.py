@@ -1,8 +1,8 @@
-"""Find the files that `data.path` stands for.
+"""Find the files that `data.path` names.
 
-For a folder these are the files below it of the kind, without hidden ones: as in globs and the
-package datasets, a name that begins with a dot belongs to programs (.git, .ipynb_checkpoints, .cache), as
-do folders such as __pycache__.
+A folder stands for all files of data.kind in it and its subfolders, without hidden ones. As in globs
+and the package datasets, hidden are names that begin with a dot (.git, .ipynb_checkpoints, .cache),
+and folders such as __pycache__.
 """
 
 import fnmatch
@@ -20,7 +20,7 @@ from minitrain.data.records import JSON, LINES, RECORDS, holds_records
 from minitrain.errors import InputError, hub_hint, readable
 from minitrain.settings import Config, Data
 
-# which files of a folder are data
+# data.kind -> suffixes of the files in a folder that are data
 SUFFIXES = {
     "text": ("",),
     "jsonl": RECORDS,
@@ -29,14 +29,14 @@ SUFFIXES = {
 }
 
 
-def held_out_apart(config: Config) -> tuple[Config, Config]:
-    """Return two configs without data.validation_path: one of data.path, the other of those files."""
+def train_and_held_out(config: Config) -> tuple[Config, Config]:
+    """Return two configs without data.validation_path: for the training data, and for the held-out files."""
     data = replace(config.data, validation=0.0, validation_path="")
     held = replace(data, path=config.data.validation_path, sources=[])
     return replace(config, data=data), replace(config, data=held)
 
 
-def apart(data: Data) -> dict[str, Data]:
+def data_by_source(data: Data) -> dict[str, Data]:
     """Return the data of each source by its name; `data` itself if it has no sources."""
     if not data.sources:
         return {"": data}
@@ -73,19 +73,20 @@ def find_files(data: Data) -> list[Path]:
     ]
     if not kept:
         raise InputError(f"data.exclude={data.exclude} leaves no file of data.path={data.path}")
-    # Links may lead to a folder by several names, in circles too. The shortest name counts: sorted
-    # last, it replaces the others in the dict.
+    # links may lead to a folder by several names, even in circles. Keep the shortest name of a file:
+    # it is sorted last, so it replaces the others in the dict
     kept.sort(key=lambda file: (len(file), file), reverse=True)
-    # cached by folder: there are far fewer folders than files
+    # cached per folder, because there are far fewer folders than files
     real = functools.cache(os.path.realpath)
     shortest = {(real(os.path.dirname(file)), os.path.basename(file)): file for file in kept}
     return sorted(map(Path, shortest.values()))
 
 
 def _expand(pattern: str, data: Data) -> list[str]:
+    """Return the files that one entry of data.path names: a file, a folder or a glob."""
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
-        # no pipes, which may never end; a link to nothing stays, and is an error when it is read
+        # without pipes, which may never end; broken links are kept, and are an error when read
         files = [
             file
             for file in _files_below(pattern)
@@ -98,17 +99,19 @@ def _expand(pattern: str, data: Data) -> list[str]:
 
 
 def _is_of_kind(file: str, data: Data) -> bool:
-    """Return True if a file of a folder is data: by its name, and where that may be JSON by content."""
+    """Return True if a file of a folder is data: by its name, and for JSON also by its content."""
     if data.kind == "jsonl" and file.endswith((*LINES, *JSON)) and os.path.exists(file):
         return holds_records(Path(file), [data.field])
     return file.endswith(SUFFIXES[data.kind])
 
 
 def _what_is_there(pattern: str, kind: str) -> str:
-    """Return a hint: which other files a folder has, or that a path with commas may be a list."""
+    """Return a hint on a path without data: the files of a folder, or how to write a list."""
     folder = os.path.expanduser(pattern)
     if not os.path.isdir(folder):
         hub = hub_hint(pattern, "data.path=", " --repo-type dataset")
+        if pattern == "-":
+            return " (/dev/stdin is the standard input)"
         return f" (a list is written data.path='[{pattern}]')" if "," in pattern else hub
     suffixes = Counter(os.path.splitext(file)[1] for file in _files_below(folder))
     if not suffixes:
@@ -121,9 +124,9 @@ def _what_is_there(pattern: str, kind: str) -> str:
 
 
 def _files_below(top: str) -> Iterator[str]:
-    """Yield the files below a folder, through links to folders too, those after all else.
+    """Yield the files in a folder and its subfolders, those behind links to folders last.
 
-    Each folder once, by its own name if it has one below top.
+    Each folder is visited once, under its own name if it has one below `top`.
     """
     tops = [top]
     seen = set()
@@ -140,7 +143,7 @@ def _files_below(top: str) -> Iterator[str]:
 
 
 def _without_caches(folder: str, names: list[str]) -> list[str]:
-    """Return the names of a folder's files; where save_to_disk of `datasets` made it, its data's."""
+    """Return the names of a folder's files, without caches if save_to_disk of `datasets` made it."""
     if "dataset_dict.json" in names:
         raise InputError(f"data.path: {folder} holds several splits (name one, a folder in it)")
     if not {"dataset_info.json", "state.json"} <= {*names}:
@@ -152,12 +155,13 @@ def _without_caches(folder: str, names: list[str]) -> list[str]:
 
 
 def stamp_of(file: Path | int) -> tuple[int, int]:
-    """Return size and time of the last change of a file, or of an open one by its number."""
+    """Return a file's size and time of modification. file: a path or a file descriptor."""
     found = os.stat(file)
     return found.st_size, found.st_mtime_ns
 
 
 def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> None:
+    """Raise InputError if a file no longer has this stamp. name: for the message."""
     if stamp_of(file) != stamp:
         raise InputError(
             f"{name} has changed since the run began: its rows are no longer those of the earlier steps"
@@ -165,10 +169,10 @@ def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> Non
 
 
 def has_tokenizer(config: Config) -> bool:
-    """Return True if data.tokenizer made the run's tokens.
+    """Return True if the run's tokens are those of data.tokenizer.
 
-    Files of tokens may be any other's, unless it is named.
+    Files of tokens are assumed to be so only if a tokenizer is named.
     """
-    kinds = {data.kind for data in apart(config.data).values()}
+    kinds = {data.kind for data in data_by_source(config.data).values()}
     named = "tokens" in kinds and config.data.tokenizer != "bytes"
     return bool(kinds & {"text", "jsonl"}) or config.task == "grpo" or named

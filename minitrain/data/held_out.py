@@ -1,4 +1,4 @@
-"""Hold documents, chats or videos out of training, to validate on them."""
+"""Hold documents, chats or videos out of training, for validation."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -12,8 +12,8 @@ from minitrain.hashing import shuffled
 def hold_out(documents: int, share: float, seed: int, lone: bool = False) -> np.ndarray:
     """Return bool [documents], true for a random `share`, chosen by (seed, index).
 
-    At least one is true and one false. lone: they are the two sides of one document, of which the
-    second is held out.
+    At least one is true and one false. lone: the documents are two parts of a single one; the second
+    part is held out.
     """
     if documents < 2:
         raise InputError(
@@ -28,7 +28,7 @@ def hold_out(documents: int, share: float, seed: int, lone: bool = False) -> np.
 
 
 def split_off(items: Sequence, share: float, seed: int) -> tuple[list, list]:
-    """Return the items to train on, and those that `hold_out` chooses, each in order."""
+    """Return the items to train on, and the held-out ones, both in their order."""
     sides = [], []
     for item, held in zip(items, hold_out(len(items), share, seed), strict=True):
         sides[int(held)].append(item)
@@ -36,9 +36,9 @@ def split_off(items: Sequence, share: float, seed: int) -> tuple[list, list]:
 
 
 def split_lone(documents: Iterator[str], share: float) -> tuple[Iterator[str], bool]:
-    """Split a document that is the only one before its tail of a `share`.
+    """If there is a single document, split off its last `share` as a second one.
 
-    Returns all documents, and True if there was one alone. Empty ones are left out.
+    Returns all documents, without empty ones, and whether one was split.
     """
     documents = filter(None, documents)
     first = list(islice(documents, 2))

@@ -1,8 +1,8 @@
-"""Documents and JSON objects of files, and what happens to those that are unusable.
+"""Read documents and JSON objects from files, and handle unusable ones.
 
-Objects stand in lines or in an array, either packed by gzip or not; or they are the rows of parquet
-and arrow files, which the package pyarrow reads. What is unusable is an error, or with
-data.on_error=skip left out and counted.
+Objects are lines of JSON or items of a JSON array, plain or compressed by gzip, or rows of parquet and
+arrow files, which the package pyarrow reads. Unusable objects and files are errors; with
+data.on_error=skip they are left out and counted.
 """
 
 import gzip
@@ -17,38 +17,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from minitrain.data.wrong_text import encoding_of, in_utf8, not_json
 from minitrain.errors import InputError, located, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_json, read_head, stand_in_kind
 
 Parse = Callable[[dict], Any]
-# first bytes
+# first bytes of files
 GZIP = b"\x1f\x8b"
 PARQUET = b"PAR1"
 ARROW = b"ARROW1"
 ARROW_STREAM = b"\xff\xff\xff\xff"
-# last bytes of a stream; pyarrow would read what is there of one that is cut between batches
+# last bytes of a stream; pyarrow does not notice if a stream is cut between batches
 END_OF_STREAM = ARROW_STREAM + bytes(4)
-# bytes of a text that are held at once
+# bytes of a text that are read at a time
 PIECE = 1 << 20
-# where a text may be cut: behind a line, best if no other space is there
+# where a text may be cut: after a line, preferably without other white space around the line break
 CUTS = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n(?=\S)")
-# a value that ends before another line: lines of values, not one over all lines
+# the end of a value before another line with a value: JSON lines, not one value over all lines
 ADJOINING = re.compile(rb"[\]}][ \t\r]*\n\s*[\[{]")
-# names of files that hold objects in any case, and of those that may
+# suffixes of files that always hold objects
 RECORDS = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 LINES = (*RECORDS, ".ndjson", ".ndjson.gz")
+# suffixes of files that may hold objects
 JSON = (".json", ".json.gz")
-# bytes of JSON that are looked at
+# bytes of JSON from which `holds_records` judges
 LOOKED_AT = 1 << 24
-# of objects, or of nothing
+# the beginning of an array of objects, or of an empty array
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*(\{|\]|$)")
 
 
 @dataclass
 class Skips:
-    """Unusable data: an error, or if skipping it is `allowed`, left out and counted.
+    """Counts unusable data that is skipped; if skipping is not `allowed`, it is an error.
 
-    Files of text that cannot be opened are errors in any case.
+    Text files that cannot be opened are always errors.
     """
 
     allowed: bool = False
@@ -74,20 +76,20 @@ class Skips:
 
     @property
     def aside(self) -> str:
-        """Return the note in brackets, for the end of a line."""
+        """Return the note in parentheses, for the end of a line."""
         return f" ({self.note})" if self.count else ""
 
 
 def read_texts(
     files: list[Path], skips: Skips, in_pieces: bool = False
 ) -> Iterator[str | Iterator[str]]:
-    """Yield each file as one document. Empty ones are usable: trees of source files have many.
+    """Yield each file as one document. Empty files are usable: trees of source code have many.
 
-    in_pieces: as an iterator of its pieces, so that it need not fit in memory.
+    in_pieces: yield an iterator over pieces of each file, so that it need not fit in memory.
     """
     for file in files:
         if in_pieces:
-            # looked through first: a file that is left out must leave no piece
+            # read once before, so that no pieces of a skipped file are yielded
             if skips.read(deque, pieces_of(file), 0) is not None:
                 yield pieces_of(file)
             continue
@@ -98,10 +100,15 @@ def read_texts(
             yield text
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as 1 row or 1,200 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def lines_of(file: Path) -> list[str]:
-    """Return the lines of a text but blank ones. Raises InputError where there are no others."""
+    """Return the lines of a text file that are not blank. Raises InputError if there are none."""
     text = "".join(read_texts([file], Skips()))
-    # splitlines would also cut at U+2028 and the like, which stand inside lines
+    # not splitlines, which would also split at U+2028 and the like
     lines = [line for line in re.split(r"\r?\n", text) if line.strip()]
     if not lines:
         raise InputError(f"{file} holds no line of text")
@@ -109,15 +116,15 @@ def lines_of(file: Path) -> list[str]:
 
 
 def pieces_of(file: Path) -> Iterator[str]:
-    """Yield a text in pieces of a few MiB, cut behind lines that are followed by no space.
+    """Yield a text in pieces of a few MiB, cut after lines that are not followed by white space.
 
-    No token of the usual tokenizers reaches over such a place. Where all lines are empty, indented
-    or end in \\r\\n, GPT-2's may, and those like it: then a piece's last spaces may share a token.
+    No token of the usual tokenizers spans such a place. If all lines are empty, indented or end in
+    \\r\\n, tokens of GPT-2's and similar tokenizers may, which merge white space.
     """
     rest = ""
     place = 0
     with readable(file), file.open("rb") as raw:
-        # whole lines, so that no character is cut
+        # whole lines, so that no character is split
         while block := raw.read(PIECE) + raw.readline():
             rest += decode(block, file, place)
             place += len(block)
@@ -131,22 +138,26 @@ def pieces_of(file: Path) -> Iterator[str]:
 
 
 def decode(raw: bytes, file: Path, place: int = 0) -> str:
-    """Return the text of bytes that stand at `place` in a file."""
-    # zeros are UTF-8, too
+    """Return the text of bytes that begin at `place` in a file. Raises InputError if it is no text."""
+    # zero bytes are valid UTF-8, but mean a binary file
     look = kind_of_binary if b"\0" in raw[:4096] else stand_in_kind
     if what := look(file, raw):
         raise InputError(f"{file} is {what}")
+    # UTF-16 without a mark is also valid UTF-8, with zero bytes
+    if not place and b"\0" in raw[:4096] and encoding_of(raw):
+        raise InputError(f"{file} is not UTF-8{in_utf8(raw)}")
     try:
-        # without a byte order mark
+        # drop a byte order mark
         return raw.decode("utf-8" if place else "utf-8-sig")
     except UnicodeDecodeError as error:
         what = kind_of_binary(file, raw)
-        told = f"{what}, no text" if what else f"not UTF-8 at byte {place + error.start}"
-        raise InputError(f"{file} is {told} (data.exclude leaves files out)") from error
+        fault = f"not UTF-8 at byte {place + error.start}{in_utf8(raw)}"
+        fault = f"{what}, no text" if what else fault
+        raise InputError(f"{file} is {fault} (data.exclude leaves files out)") from error
 
 
 class Number(float):
-    """A number of a JSON file that keeps its spelling: Python would write 0.00005 as 5e-05."""
+    """A number of a JSON file that keeps its text: Python would write 0.00005 as 5e-05."""
 
     def __new__(cls, text: str):
         number = super().__new__(cls, text)
@@ -154,7 +165,7 @@ class Number(float):
         return number
 
     def digits(self) -> str:
-        """Return the digits as written, with a power of ten written out as far as people would."""
+        """Return the digits as written; exponents are expanded for numbers of usual size."""
         in_reach = 1e-30 < abs(self) < 1e30
         return f"{Decimal(self.text):f}" if "e" in self.text.lower() and in_reach else self.text
 
@@ -162,8 +173,7 @@ class Number(float):
 def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]:
     """Yield parse(object) for every JSON object of the files.
 
-    What is wrong with one is told with FILE:LINE. A file without any is unusable, and so is what
-    follows damage to a file.
+    Errors name FILE:LINE. A file without objects is unusable, and so is the rest of a damaged file.
     """
     for file in files:
         with readable(file):
@@ -184,8 +194,8 @@ def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]
 def holds_records(file: Path, keys: Sequence[str]) -> bool:
     """Return True if a file is a table, lines of JSON objects, or an array of them.
 
-    Its first bytes decide. One object alone may be the settings of any program, a text: it counts
-    if it has one of `keys`, and so does JSON in a file that is not named so.
+    It judges by the first bytes. A single object may be the settings of some program, so it counts
+    only if it has one of `keys`; so does JSON in a file without a suffix of JSON.
     """
     if file.name.endswith(LINES):
         return True
@@ -211,7 +221,7 @@ def holds_records(file: Path, keys: Sequence[str]) -> bool:
 
 
 def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield where each object of a file stands, and what reads it."""
+    """Yield for each object of a file its place, for messages, and a function that returns it."""
     number = 0
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
         for number, row in enumerate(_table_rows(file, head), 1):
@@ -223,6 +233,8 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
             head = lines.peek(4096)[:4096]
             if what := kind_of_json(file, head):
                 raise InputError(f"{file} is {what}")
+            if b"\0" in head and encoding_of(head):
+                raise InputError(f"{file} is not UTF-8{in_utf8(head)}")
             if ARRAY.match(head):
                 raw = lines.read()
                 if not ADJOINING.search(raw):
@@ -240,7 +252,7 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _table_rows(file: Path, head: bytes) -> Iterator[dict]:
-    """Yield a table's rows, as pyarrow makes objects of Python of them."""
+    """Yield the rows of a parquet or arrow file as Python objects."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -259,10 +271,10 @@ def _table_rows(file: Path, head: bytes) -> Iterator[dict]:
                 raw.seek(0)
                 batches = pyarrow.ipc.open_stream(raw)
             for batch in batches:
-                # a damaged offset would be read wherever it points
+                # otherwise damaged offsets could point outside of the data
                 batch.validate(full=True)
                 yield from batch.to_pylist()
-    # of damaged files pyarrow can say nearly anything
+    # pyarrow can raise almost any exception for damaged files
     except Exception as error:
         raise InputError(f"{file} cannot be read by pyarrow: {error}") from error
 
@@ -272,11 +284,11 @@ def _plain_row(row: dict) -> dict:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a table as JSON has it; NaN, which JSON lacks, stays.
+    """Return a value of a table in the form that JSON would have; NaN stays.
 
-    Bytes are UTF-8, as Spark and Hive write text; what is none is no text for `text_of` either.
-    Dates and the like become text. All structs of a column have the keys of each: those that are
-    null are left out.
+    Bytes are decoded as UTF-8, because Spark and Hive write text as bytes; invalid ones are refused
+    by `text_of`. Dates and the like become text. In a column of structs, every struct has the keys of
+    all others: keys with null are left out.
     """
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if item is not None}
@@ -310,8 +322,11 @@ def _parse_json(raw: bytes) -> Any:
         return json.loads(
             text, parse_constant=_refuse_constant, object_pairs_hook=_object, parse_float=Number
         )
+    except UnicodeDecodeError as error:
+        raise InputError(f"not valid JSON: {error}{in_utf8(raw)}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"not valid JSON: {error}") from error
+        hint = not_json(text) if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(f"not valid JSON: {error}{hint}") from error
 
 
 def _refuse_constant(word: str) -> None:
@@ -327,8 +342,20 @@ def _object(pairs: list) -> dict:
     return tree
 
 
+def other_task(record: dict, *tasks: str) -> str:
+    """Return the one of `tasks` that an object's keys fit, with the reason; "" if none."""
+    has_pair = record.get("chosen") is not None and record.get("rejected") is not None
+    chats = [key for key in ("messages", "conversations") if record.get(key)]
+    found = {
+        "dpo": "'chosen' and 'rejected' are a pair of replies" if has_pair else "",
+        "sft": f"{chats[0]!r} is a chat" if chats else "",
+        "pretrain": "'text' is a document" if isinstance(record.get("text"), str) else "",
+    }
+    return next((f"{found[task]}, for task={task}" for task in tasks if found[task]), "")
+
+
 def text_of(record: dict, key: str, hint: str = "") -> str:
-    """Return the text record[key]. Raises InputError for all else. hint: if it is missing."""
+    """Return the text record[key]. Raises InputError if it is none. hint: if the key is missing."""
     if key not in record:
         raise InputError(f"no key {key!r}{hint}")
     text = record[key]
@@ -337,6 +364,7 @@ def text_of(record: dict, key: str, hint: str = "") -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        told = "half of a surrogate pair, or bytes that are not UTF-8"
-        raise InputError(f"{key!r} holds {told}, which is not text") from None
+        raise InputError(
+            f"{key!r} holds half of a surrogate pair, or bytes that are not UTF-8, which is not text"
+        ) from None
     return text

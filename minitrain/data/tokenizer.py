@@ -1,4 +1,4 @@
-"""Text to token ids and back: Hugging Face `tokenizer.json` files, or the built-in bytes.
+"""Convert text to token ids and back, by Hugging Face's `tokenizer.json` files or by bytes.
 
 Both kinds share one small interface: encode, encode_prompt, encode_array, decode, eos, eos_id,
 token_id, vocab_size, beginning, beginning_ids, chat_template, save. Left out: rendering chat
@@ -24,17 +24,18 @@ from minitrain.data.byte_tokenizer import (
 )
 from minitrain.errors import InputError, hub_hint, refused
 from minitrain.formats.json_files import read_json
+from minitrain.formats.magic import kind_of_checkpoint
 
-# characters before a text that its first token can depend on
+# the number of characters before a text on which its first token can depend
 LONGEST_TOKEN = 64
-# keys of an added token
+# settings of an added token
 ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` package.
 
-    eos_id: None if no file beside it names one. below: if not None, ids must be below it.
+    eos_id: None if no file names one. below: if not None, ids must be less than it.
     """
 
     below: int | None = None
@@ -50,10 +51,10 @@ class HuggingFaceTokenizer:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except KeyboardInterrupt:
             raise
-        # the package raises nothing narrower, and a panic in Rust is not an Exception
+        # the package raises no specific exceptions, and a panic in Rust is not an Exception
         except BaseException as error:
             raise InputError(f"{file} is not a Hugging Face tokenizer: {error}") from error
-        # a file may ask for these; transformers does neither too
+        # a file may turn these on; transformers ignores that too
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.file = file
@@ -63,8 +64,8 @@ class HuggingFaceTokenizer:
         # ids may have gaps
         self.vocab_size = max(self.tokenizer.get_vocab().values(), default=-1) + 1
         self.eos_id = self._eos_id()
-        # DeepSeek's tokenizer.json puts no bos before a text and relies on add_bos_token;
-        # transformers 4 heeds it, 5 does not
+        # DeepSeek's tokenizer.json adds no bos and relies on add_bos_token, which transformers 4
+        # follows and 5 ignores
         bos = self.special_tokens().get("bos_token")
         self.bos_id = None
         if bos and self.config.get("add_bos_token") is True:
@@ -77,14 +78,14 @@ class HuggingFaceTokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text that a model is to continue, with bos or the like around it."""
+        """Return the ids of a prompt, with special tokens such as bos."""
         ids = self._encode(text, add_special_tokens=True)
         return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # the package raises nothing narrower
+        # the package raises no specific exceptions
         except Exception as error:
             raise InputError(f"{self.file} cannot encode {text[:40]!r}: {error}") from error
         if self.below is not None and max(ids, default=0) >= self.below:
@@ -110,14 +111,11 @@ class HuggingFaceTokenizer:
         return None if token is None else self.token_id(token)
 
     def added_tokens(self) -> list[str]:
-        """Return the tokens that no merge makes: special ones, and others found as a whole."""
+        """Return the added tokens, special or not, which are matched as a whole."""
         return [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
 
     def special_tokens(self) -> dict[str, str]:
-        """Return bos_token, eos_token, pad_token, ... as the files beside it name them.
-
-        Chat templates refer to them.
-        """
+        """Return bos_token, eos_token, pad_token, ... for chat templates, as the files name them."""
         named = {}
         for file in self._naming_files():
             named = _read_json(file) | named
@@ -134,10 +132,10 @@ class HuggingFaceTokenizer:
         """Return the text of beginning_ids."""
         return "".join(map(self.tokenizer.id_to_token, self.beginning_ids))
 
-    # each chat and each corpus asks
+    # cached, because it is needed for every chat
     @cached_property
     def beginning_ids(self) -> list[int]:
-        """Return the tokens that the files put before a text, such as bos."""
+        """Return the tokens that are added before a prompt, such as bos."""
         whole = self.encode_prompt("x")
         text = self.encode("x")
         count = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
@@ -151,7 +149,7 @@ class HuggingFaceTokenizer:
             with refused(f"{file} cannot be read as text"):
                 return file.read_text(encoding="utf-8")
         stored = self.config.get("chat_template") or ""
-        # several, by name
+        # a list of templates with names
         if isinstance(stored, list):
             entries = [entry for entry in stored if isinstance(entry, dict)]
             named = [entry.get("template") for entry in entries if entry.get("name") == "default"]
@@ -165,7 +163,7 @@ class HuggingFaceTokenizer:
     def save(self, folder: str | Path) -> None:
         """Copy the file, and those beside it that transformers.AutoTokenizer or llama.cpp reads.
 
-        They replace another tokenizer's files.
+        Files of another tokenizer in the folder are replaced or removed.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         sources = with_companions(self.file)
@@ -178,7 +176,7 @@ class HuggingFaceTokenizer:
         )
 
     def _add_listed(self, added_token: type) -> None:
-        """Add the tokens that tokenizer_config.json lists, some of which only get other settings."""
+        """Add the tokens that tokenizer_config.json lists, or change their settings."""
         listed = self.config.get("added_tokens_decoder") or {}
         tokens = []
         try:
@@ -191,7 +189,7 @@ class HuggingFaceTokenizer:
             raise InputError(f"{self.config_file}: {problem}") from None
 
     def _eos_id(self) -> int | None:
-        """Return the id from the first file that mentions it (null: there is none)."""
+        """Return the id of eos from the first file that has it; null there means that there is none."""
         for file in self._naming_files():
             tree = _read_json(file)
             if "eos_token" in tree:
@@ -207,10 +205,10 @@ class HuggingFaceTokenizer:
         return first
 
     def _naming_files(self) -> list[Path]:
-        """Return the files in the order in which they count in transformers.
+        """Return the files that name special tokens, in the order of precedence in transformers.
 
-        tokenizer_config.json comes first if it lists all tokens, as it does since 2023; older ones
-        are overruled.
+        tokenizer_config.json comes first if it lists all tokens, as those since 2023 do, otherwise
+        last.
         """
         files = [self.file.with_name(name) for name in NAMING_FILES]
         return files if "added_tokens_decoder" in self.config else files[::-1]
@@ -231,9 +229,9 @@ def load_tokenizer(
     of_bytes: type[ByteTokenizer] = ByteTokenizer,
     of_file: type[HuggingFaceTokenizer] = HuggingFaceTokenizer,
 ) -> Tokenizer:
-    """Return "bytes", a tokenizer.json, or the one of a folder.
+    """Return the tokenizer named "bytes", or that of a tokenizer.json, or of a folder.
 
-    A saved ByteTokenizer needs no package.
+    A saved ByteTokenizer can be loaded without the package tokenizers.
     """
     file = tokenizer_file(name_or_path)
     if file is None or is_byte_tokenizer(read_json(file)):
@@ -242,15 +240,16 @@ def load_tokenizer(
 
 
 def tokenizer_file(name_or_path: str | Path) -> Path | None:
-    """Return the tokenizer.json, None for "bytes". Raises InputError where there is no such file."""
+    """Return the tokenizer.json, or None for "bytes". Raises InputError if there is no such file."""
     if name_or_path == "bytes":
         return None
     file = Path(name_or_path)
     if file.is_dir():
         file = file / "tokenizer.json"
         if not file.is_file():
-            hint = "save_pretrained of transformers' AutoTokenizer writes one"
-            raise InputError(f"{name_or_path} holds no tokenizer.json ({hint})")
+            hint = " (save_pretrained of transformers' AutoTokenizer writes one)"
+            hint = kind_of_checkpoint(file.parent) or hint
+            raise InputError(f"{name_or_path} holds no tokenizer.json{hint}")
     if not file.is_file():
         hint = hub_hint(str(name_or_path), "give ")
         raise InputError(
@@ -260,9 +259,9 @@ def tokenizer_file(name_or_path: str | Path) -> Path | None:
 
 
 def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer `name`. Raises InputError if an id is not below the model's `vocab_size`.
+    """Return the tokenizer `name`. Raises InputError if an id is not less than `vocab_size`.
 
-    Its pad may be, which is neither read nor predicted: a text that spells it is refused.
+    Only the id of pad may be, which is neither read nor predicted; texts that contain pad are refused.
     """
     tokenizer = load_tokenizer(name)
     beyond = {number for number in tokenizer.vocabulary() if number >= vocab_size}
@@ -280,10 +279,10 @@ def fitting_tokenizer(name: str, vocab_size: int) -> Tokenizer:
 
 
 def encode_after(before: str, text: str, encode: Callable[[str], Sequence]) -> Sequence:
-    """Return the tokens of `text`, where `before` precedes it.
+    """Return the tokens of `text` as a continuation of `before`.
 
-    Many vocabularies add a space at the start of a whole text. Where both share a token, the tokens
-    of `text` alone.
+    Many tokenizers treat the start of a text differently, for example by adding a space. If a token
+    would span both, return the tokens of `text` alone.
     """
     context = encode(before)
     whole = encode(before + text)
@@ -292,18 +291,21 @@ def encode_after(before: str, text: str, encode: Callable[[str], Sequence]) -> S
 
 
 def tokenizer_folder(model: str | Path, adapter: str | Path | None) -> str | Path:
-    """Return the adapter's folder if it has a tokenizer, else the model's.
+    """Return the adapter's folder if it has a tokenizer, otherwise the model's.
 
-    The adapter's has the chat template of its training.
+    The adapter's tokenizer has the chat template of its training.
     """
     return adapter if adapter and Path(adapter, "tokenizer.json").exists() else model
 
 
-def check_same_ids(name_or_path: str | Path, folder: str | Path, option: str) -> None:
-    """Raise InputError if a tokenizer's ids are other tokens in the tokenizer of a model's folder.
+def check_same_ids(
+    name_or_path: str | Path, folder: str | Path, option: str, use: str = ""
+) -> None:
+    """Raise InputError if ids of a tokenizer are other tokens in the tokenizer of a model's folder.
 
-    Either may have more tokens, and the folder none. option: the words before the tokenizer's name
-    on a command line.
+    Either may have further tokens; without a tokenizer in the folder, nothing is checked. option: the
+    option or setting that names the tokenizer, for the message. use: what to use instead, by default
+    the folder's.
     """
     file = Path(folder, "tokenizer.json")
     if not file.exists() or ((own := tokenizer_file(name_or_path)) and own.samefile(file)):
@@ -311,12 +313,15 @@ def check_same_ids(name_or_path: str | Path, folder: str | Path, option: str) ->
     ours, theirs = (load_tokenizer(each).vocabulary() for each in (name_or_path, folder))
     count = sum(theirs.get(number, text) != text for number, text in ours.items())
     if count:
-        told = f"{option}{name_or_path}: {count:,} of {len(ours):,} ids are other tokens"
-        raise InputError(f"{told} in {folder}/tokenizer.json (use {option}{folder})")
+        use = use or f"{option}{folder}"
+        raise InputError(
+            f"{option}{name_or_path}: {count:,} of {len(ours):,} ids are other tokens in {folder}/tokenizer.json (use "
+            f"{use})"
+        )
 
 
 def check_free_of_tokenizer(folder: str | Path) -> None:
-    """Raise InputError if a folder has an older model's tokenizer, and the new model comes without."""
+    """Raise InputError if a folder holds a tokenizer; for saving a model that has none."""
     if Path(folder, "tokenizer.json").exists():
         raise InputError(
             f"{folder} holds a tokenizer.json, which is not this model's (remove it, or use another)"
@@ -324,7 +329,7 @@ def check_free_of_tokenizer(folder: str | Path) -> None:
 
 
 def with_companions(file: Path) -> list[Path]:
-    """Return a tokenizer.json, and the files beside it that belong to the same tokenizer."""
+    """Return a tokenizer.json and the files beside it that belong to the tokenizer."""
     return [file, *(beside for name in COMPANIONS if (beside := file.with_name(name)).exists())]
 
 

@@ -1,4 +1,4 @@
-"""Toy worlds: made-up data, whose code stands among the examples and is known by its place alone."""
+"""Toy worlds: generated data, whose code is in examples/ and is loaded by its dotted path."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -7,26 +7,34 @@ from typing import Protocol
 
 from torch import Tensor
 
-# as package.module:name, like a reward of one's own
+# name -> package.module:name
 TOYS = {
-    # of task=grpo, with data.kind=mock: (digits) -> problems
+    # for task=grpo with data.kind=mock: (digits) -> problems
     "reversal": "minitrain.examples.reversal:reversals",
-    # data.kind of task=diffusion: (seed) -> World
+    # a data.kind for task=diffusion: (seed) -> World
     "shapes": "minitrain.examples.shapes:ShapesWorld",
 }
 
 
 class World(Protocol):
-    """A dataset of latents and texts that also knows what a video shows. size: of latents."""
+    """A dataset of latents and texts that can also draw and score generated latents."""
 
     channels: int
+    # frames, height, width of latents
     size: tuple[int, int, int]
 
     def __len__(self) -> int: ...
+
     def row(self, n: int) -> dict[str, Tensor]: ...
-    def prompts(self) -> Tensor: ...  # [prompts, tokens, text_dim], all there are
-    def draw(self, path: str | Path, latents: Tensor) -> None: ...  # of all prompts
-    def score(self, latents: Tensor) -> dict[str, float]: ...  # shares that are right, by name
+
+    def prompts(self) -> Tensor:
+        """Return the embeddings of all prompts, [prompts, tokens, text_dim]."""
+
+    def draw(self, path: str | Path, latents: Tensor) -> None:
+        """Draw the latents of all prompts into a picture."""
+
+    def score(self, latents: Tensor) -> dict[str, float]:
+        """Return the shares of correct properties, by name, in the latents of all prompts."""
 
 
 def load_toy(name: str) -> Callable:
@@ -34,6 +42,6 @@ def load_toy(name: str) -> Callable:
 
 
 def load_from(place: str) -> Callable:
-    """Return what a place, package.module:name, has; its module is imported only now."""
+    """Import and return what package.module:name refers to."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

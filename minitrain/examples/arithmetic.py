@@ -14,6 +14,7 @@ import json
 import random
 from itertools import zip_longest
 from pathlib import Path
+from shlex import quote
 
 from minitrain.run.launch import cli
 
@@ -34,6 +35,8 @@ def main(arguments: list[str]) -> None:
     with options.file.open("w") as lines:
         for messages in dialogues(options.count, options.seed):
             print(json.dumps({"messages": messages}), file=lines)
+    print(f"{options.file} holds {options.count:,} dialogues")
+    print(f"next: minitrain train train/arithmetic data.path={quote(str(options.file))}")
 
 
 def dialogues(count: int, seed: int) -> list[list[dict[str, str]]]:

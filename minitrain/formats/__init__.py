@@ -1,1 +1,1 @@
-"""Files in and out: Hugging Face, PEFT, diffusers and original Wan, GPT-2, safetensors."""
+"""Read and write models and adapters in the formats of Hugging Face, PEFT, diffusers and Wan's code."""

@@ -1,7 +1,7 @@
-"""config.json of Hugging Face, in and out of a `DecoderConfig`.
+"""Convert between Hugging Face's config.json and `DecoderConfig`.
 
-Both spellings of rotary settings are read. That of transformers 4 is written, which 5 reads too.
-What the decoder would not compute exactly is refused by name.
+Rotary settings are read as transformers 4 or 5 writes them, and written as 4 does, which both can
+read. Settings that the decoder would not compute exactly are refused by name.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 # fields of `DecoderConfig` that no config.json has
 TRAINING_ONLY = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}
 DEPTHS = "num_nextn_predict_layers"
-# keys that an export does not copy from the config.json that was read: it writes its own spelling
-# of settings, and its own format of weights
+# keys that an export does not copy from the config.json that was read: it writes these settings in
+# another form, and has weights in another format
 NOT_KEPT = {
     "rope_parameters",
     "rope_scaling",
@@ -84,6 +84,7 @@ def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
 
 
 def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
+    """Return the config of a config.json in the form that the family's `defaults` returns."""
     rope = _read_rope(raw, family)
     keys = {ours: family.key(theirs) for ours, theirs in (SIZES | family.fields).items()}
     fields = {ours: read_value(raw, key, KINDS[ours]) for ours, key in keys.items()}
@@ -108,17 +109,17 @@ def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
     fields |= family.read(raw)
     try:
         config = DecoderConfig(family=name, **fields, **family.fixed)
-    # its message names our fields: name the keys of config.json instead
     except InputError as error:
-        told = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda m: keys.get(m[1], m[1]), str(error))
-        raise InputError(told) from None
+        # name the keys of config.json where the message names our fields
+        line = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda m: keys.get(m[1], m[1]), str(error))
+        raise InputError(line) from None
     written = (_settings(config, torch.float32).keys() | NOT_KEPT) - {*family.noise}
     extra = {key: raw[key] for key in raw if key not in written and not key.startswith("_")}
     return dataclasses.replace(config, extra_config=extra)
 
 
 def not_trained_with(config: DecoderConfig) -> list[str]:
-    """Return the settings of config.json that change training in transformers and are not done here."""
+    """Return the settings of config.json that affect training in transformers, but not here."""
     extra = config.extra_config
     family = FAMILIES[config.family]
     found = {key: extra[key] for key in family.noise if extra.get(key)}
@@ -128,9 +129,9 @@ def not_trained_with(config: DecoderConfig) -> list[str]:
 
 
 def end_also_at(config: DecoderConfig, end: int | None) -> DecoderConfig:
-    """Add `end` to the end-of-text tokens; None: unchanged.
+    """Add `end` to the end-of-text tokens; None: change nothing.
 
-    generation_config.json, where there is one, counts before config.json.
+    Both config.json and generation_config.json get it; libraries prefer the latter's.
     """
     generation = config.generation_config
     if generation:
@@ -142,7 +143,7 @@ def end_also_at(config: DecoderConfig, end: int | None) -> DecoderConfig:
 
 
 def _with_end(ends: Any, end: int) -> Any:
-    """Return `eos_token_id`, which is a token, a list or None, with one more token."""
+    """Return `eos_token_id` (a token, a list or None) with one more token."""
     if ends in (None, []):
         return end
     known = ends if isinstance(ends, list) else [ends]
@@ -150,7 +151,7 @@ def _with_end(ends: Any, end: int) -> Any:
 
 
 def _find_family(raw: dict) -> str:
-    """Return the family that `architectures` names, or `model_type` where there is no such key.
+    """Return the family that `architectures` names or, if there is no such key, `model_type`.
 
     Raises InputError if the two contradict each other.
     """
@@ -173,7 +174,8 @@ def _find_family(raw: dict) -> str:
 
 
 def _refuse_unsupported(raw: dict, family: Family) -> None:
-    # since transformers 5.2 is_causal=false lets any decoder see later tokens, for embeddings
+    """Raise InputError for values that the decoder does not compute."""
+    # from transformers 5.2 on, is_causal=false makes any decoder attend to later tokens
     refuse_other_values(raw, dict(is_causal=True) | family.values, family.architecture)
     given = raw.get("layer_types") or []
     given = given if isinstance(given, list) else [given]
@@ -191,6 +193,7 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
 
 
 def _refuse_other_quantization(settings: Any, family: Family) -> None:
+    """Raise InputError for quantized weights that layouts_hf.py does not read."""
     if not isinstance(settings, dict):
         settings = dict(quant_method=settings)
     method = settings.get("quant_method")
@@ -207,7 +210,7 @@ def _refuse_other_quantization(settings: Any, family: Family) -> None:
 
 
 def _read_rope(raw: dict, family: Family) -> dict:
-    """Return all rotary settings, from the keys of transformers 4 and of 5."""
+    """Return all rotary settings, whether transformers 4 or 5 wrote them."""
     for key in ("rope_scaling", "rope_parameters"):
         value = raw.get(key)
         if not isinstance(value, dict | None):
@@ -222,14 +225,17 @@ def _read_rope(raw: dict, family: Family) -> dict:
     rope = {key: value for key, value in outside.items() if value is not None}
     rope |= family.rope if given is None else given
     length = raw.get(ORIGINAL_LENGTH)
-    # transformers 5 reads the key here, 4 inside the rotary settings
+    # transformers 5 has this key at the top, 4 among the rotary settings
     if length not in (None, rope.get(ORIGINAL_LENGTH, length)):
-        told = f"contradicts {rope[ORIGINAL_LENGTH]!r} of its rotary settings"
-        raise InputError(f"{ORIGINAL_LENGTH}={length!r} {told}")
+        other = rope[ORIGINAL_LENGTH]
+        raise InputError(
+            f"{ORIGINAL_LENGTH}={length!r} contradicts {other!r} of its rotary settings"
+        )
     return {ORIGINAL_LENGTH: length or raw.get("max_position_embeddings")} | rope
 
 
 def _rope_scaling(rope: dict) -> dict | None:
+    """Return `DecoderConfig.rope_scaling` from the rotary settings of config.json."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -253,28 +259,29 @@ def _rope_scaling(rope: dict) -> dict | None:
 def _partial_rotary(rope: dict, family: Family) -> float:
     factor = read_number(rope, "partial_rotary_factor", float, family.partial_rotary or 1.0)
     if family.partial_rotary is None and factor != 1:
-        told = f"is not supported for {family.architecture} (use 1)"
-        raise InputError(f"partial_rotary_factor={factor} {told}")
+        raise InputError(
+            f"partial_rotary_factor={factor} is not supported for {family.architecture} (use 1)"
+        )
     return factor
 
 
-# --- out
+# --- write
 
 
 def check_family(config: DecoderConfig) -> None:
-    """Raise InputError for a family that is not known here."""
+    """Raise InputError for an unknown family."""
     if config.family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise InputError(f"model.family={config.family!r} cannot be saved (known: {known})")
 
 
 def exportable(config: DecoderConfig) -> DecoderConfig:
-    """Return the config, of family OWN if no config.json of transformers describes its model."""
+    """Return the config; with family OWN if its family's config.json cannot describe the model."""
     return dataclasses.replace(config, family=OWN) if export_fault(config) else config
 
 
 def export_fault(config: DecoderConfig) -> str:
-    """Return why transformers cannot load it; "" if it can, or if OWN was chosen."""
+    """Return why transformers cannot load the model; "" if it can, or if the family is OWN."""
     if config.family != OWN:
         try:
             check_exportable(config)
@@ -286,7 +293,7 @@ def export_fault(config: DecoderConfig) -> str:
 def check_exportable(config: DecoderConfig) -> None:
     """Raise InputError for a model that its family's config.json cannot describe.
 
-    The test: written and read again, it is the same model.
+    The config is written and read again, and must be the same then.
     """
     check_family(config)
     family = FAMILIES[config.family]
@@ -301,8 +308,8 @@ def check_exportable(config: DecoderConfig) -> None:
         )
     with located(f"model {target}"):
         again = config_from_hf(_settings(config, torch.float32), "config.json")
-    # Reading has checked the rotary settings, in another spelling. generation_config is not in
-    # config.json.
+    # rotary settings may be read in another form, and reading checks them; extra_config and
+    # generation_config do not describe the model
     free = TRAINING_ONLY | {"rope_theta", "rope_scaling", "generation_config", "extra_config"}
     if config.kv_lora_rank:
         free.add("head_dim")
@@ -314,12 +321,12 @@ def check_exportable(config: DecoderConfig) -> None:
 
 
 def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict:
-    """Return config.json of a config that is `exportable`: our own fields if its family is OWN."""
+    """Return config.json of an `exportable` config; of our own fields if its family is OWN."""
     return config_to_own(config, dtype) if config.family == OWN else _settings(config, dtype)
 
 
 def config_to_hf(config: DecoderConfig, dtype: torch.dtype) -> dict:
-    """Return config.json in the spelling of transformers 4, which 5 reads too.
+    """Return config.json as transformers 4 writes it, which 5 reads too.
 
     Raises InputError as `check_exportable` does.
     """
@@ -338,9 +345,9 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         kinds = ("full_attention", "sliding_attention")
         layers = range(config.num_layers)
         optional["layer_types"] = [kinds[config.windowed(layer)] for layer in layers]
-    if family.depth_of and config.num_nextn_predict_layers:
+    if family.depth_of:
         optional[DEPTHS] = config.num_nextn_predict_layers
-    # null would mean family.rope
+    # null would be read as the family's default
     no_scaling = dict(rope_type="default") if family.rope else None
     settings = dict(
         architectures=[family.architecture],

@@ -1,8 +1,8 @@
-"""config.json of models that transformers does not know: our own fields, by their own names.
+"""Read and write config.json of models that transformers does not know: the family `minitrain`.
 
     {"model_type": "minitrain", "torch_dtype": "float32", "vocab_size": 512, "hidden_size": 64, ...}
 
-Their tensors have our own names and shapes, too: the family `minitrain` changes nothing.
+Its keys are the fields of `DecoderConfig`. Tensors are stored under our own names and shapes.
 """
 
 import dataclasses
@@ -15,20 +15,21 @@ from minitrain.formats.families import OWN
 from minitrain.formats.json_files import read_value
 from minitrain.models.decoder_config import DecoderConfig
 
-# what each field holds
+# field -> type
 KINDS = typing.get_type_hints(DecoderConfig)
-# fields that are in no config.json: its model_type says the one, the other has a file of its own
+# fields that are not in config.json: model_type is the family, and generation_config has its own file
 NOT_WRITTEN = ("family", "generation_config")
-# keys beside the fields
+# keys besides the fields
 OTHERS = ("model_type", "torch_dtype", "dtype")
 
 
 def config_from_own(raw: dict) -> DecoderConfig:
-    """Return the config whose fields config.json `raw` holds. Raises InputError for other keys."""
+    """Return the config of config.json `raw`. Raises InputError for unknown keys."""
     known = {name for name in KINDS if name not in NOT_WRITTEN}
     if unknown := raw.keys() - known - {*OTHERS}:
-        told = f"key {min(unknown)} is no field of a model"
-        raise InputError(f"{told} (was it written by a newer minitrain?)")
+        raise InputError(
+            f"key {min(unknown)} is no field of a model (was it written by a newer minitrain?)"
+        )
     found = {name: read_value(raw, name, KINDS[name]) for name in raw if name in known}
     return DecoderConfig(family=OWN, **found)
 

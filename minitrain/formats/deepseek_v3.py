@@ -1,12 +1,11 @@
-"""Read and write what config.json of DeepSeek-V3 and Kimi K2 says otherwise than other families."""
+"""Hooks of the family DeepSeek-V3 (also Kimi K2), for config.json and tensors (see families.py)."""
 
 import re
 
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
-# our names -> those of the copies that each layer of multi-token prediction has beside it: vLLM
-# reads them
+# our names -> names of the copies that each layer of multi-token prediction has, which vLLM reads
 COPIED = {
     "model.embed_tokens.weight": "model.layers.{}.embed_tokens.weight",
     "lm_head.weight": "model.layers.{}.shared_head.head.weight",
@@ -14,7 +13,7 @@ COPIED = {
 
 
 def read(raw: dict) -> dict:
-    """Return the fields of `DecoderConfig` that no key of config.json holds alone."""
+    """Return the fields of `DecoderConfig` that follow from several keys of config.json."""
     rotated = read_number(raw, "qk_rope_head_dim")
     width = read_number(raw, "moe_intermediate_size")
     return dict(
@@ -26,7 +25,7 @@ def read(raw: dict) -> dict:
 def write(config: DecoderConfig, settings: dict) -> dict:
     """Return config.json with the family's own keys."""
     shared = config.shared_expert_intermediate_size // config.moe_intermediate_size
-    # in transformers head_dim is the number of rotated channels
+    # transformers calls the number of rotated channels head_dim
     return settings | dict(head_dim=config.qk_rope_head_dim, n_shared_experts=shared)
 
 

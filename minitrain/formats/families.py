@@ -1,80 +1,88 @@
-"""The architectures of Hugging Face that the decoder computes, and what each name fixes."""
+"""Describe the config.json and the tensors of each family of language models on the hub."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from dataclasses import field as default
+from typing import Any
 
 from minitrain.formats import deepseek_v3, gpt2, nemotron_h
 from minitrain.models.decoder_config import DecoderConfig
 
+# norm of `DecoderConfig` -> key of its epsilon
 EPS_KEYS = {
     "rmsnorm": "rms_norm_eps",
     "layernorm": "layer_norm_epsilon",
     "layernorm1p": "norm_eps",
 }
+# mlp of `DecoderConfig` -> value of hidden_act
 ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
-# second names of model types -> the family's name
+# further values of model_type -> the family's name
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
 
 def _keys(same: str, **other: str) -> dict[str, str]:
-    """Return fields of `DecoderConfig` -> keys of config.json. same: those with one name, by blanks."""
+    """Return fields of `DecoderConfig` -> keys of config.json.
+
+    same: fields whose key has the same name, separated by blanks. other: field=key.
+    """
     return {name: name for name in same.split()} | other
 
 
 # the family of models that transformers does not know
 OWN = "minitrain"
-# The fields and keys of every family.
+# fields and keys that all families have
 SIZES = _keys(
     "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings",
     num_layers="num_hidden_layers",
 )
 
 
-class Family(NamedTuple):
-    """An architecture, as config.json and the tensors' names have it.
+@dataclass(frozen=True)
+class Family:
+    """The config.json and the stored tensors of an architecture.
 
-    What no table can say is in functions, mostly of a file of the family's own.
+    Fields hold tables where possible, and functions otherwise; longer functions are in a file of the
+    family's own.
     """
 
     # --- config.json
 
+    # the name in `architectures`
     architecture: str
-    # the only values of keys that the decoder computes; the keys may be missing
-    values: dict = {}  # noqa: RUF012
-    # further fields of `DecoderConfig` -> keys. The field's annotation says what is read: int, float,
-    # bool or str.
-    fields: dict = {}  # noqa: RUF012
-    # names of keys that most families share -> the family's own names
-    keys: dict = {}  # noqa: RUF012
-    # other names of keys -> those that are read
-    aliases: dict = {}  # noqa: RUF012
-    # fields of `DecoderConfig` that differ from the defaults
-    fixed: dict = {}  # noqa: RUF012
-    # the quant_method that is read
+    # key -> the only value that `Decoder` supports; the key may be missing
+    values: dict = default(default_factory=dict)
+    # further fields of `DecoderConfig` -> keys; values are converted to the field's type
+    fields: dict = default(default_factory=dict)
+    # key of most families -> this family's key
+    keys: dict = default(default_factory=dict)
+    # alternative key -> the key that is read
+    aliases: dict = default(default_factory=dict)
+    # fields of `DecoderConfig` that this family fixes to other values than their defaults
+    fixed: dict = default(default_factory=dict)
+    # the supported quant_method; None: no quantized weights
     quantized: str | None = None
-    # the value where config.json has none
+    # the default of rope_theta
     rope_theta: float = 10000.0
-    # other rotary settings where config.json has no such object
-    rope: dict = {}  # noqa: RUF012
-    # norm_topk_prob where config.json has none. None: the key does not exist, and is true.
+    # the default of rope_scaling
+    rope: dict = default(default_factory=dict)
+    # the default of norm_topk_prob; None: no such key, and it is always true
     norm_topk: bool | None = None
-    # False: the head is stored and separate whatever tie_word_embeddings says
+    # False: the head is stored separately, whatever tie_word_embeddings says
     can_tie: bool = True
     # True: num_attention_heads must divide hidden_size, even where head_dim is given
     heads_divide: bool = False
-    # the factor where config.json has none. None: only 1 is possible.
+    # the default of partial_rotary_factor; None: only 1 is supported
     partial_rotary: float | None = None
-    # keys of config.json that transformers heeds in training alone
+    # keys that affect only training in transformers
     noise: tuple = ("attention_dropout",)
-    # True: transformers' loss can have a term that balances experts (output_router_logits)
+    # True: transformers' loss can include a load-balancing term (output_router_logits)
     balances: bool = False
-    # defaults(raw): return config.json in the one spelling that is read, with missing keys filled in
+    # defaults(raw): return config.json with missing keys added and other spellings replaced
     defaults: Callable[[dict], dict] = lambda raw: raw
-    # read(raw): return fields that are not the value of one key. Raises InputError.
+    # read(raw): return fields that do not follow from one key each. Raises InputError.
     read: Callable[[dict], dict] = lambda raw: {}
-    # write(config, settings): return config.json for a config. settings: all the others, by most
-    # families' names of keys.
+    # write(config, settings): return config.json. settings: its other keys, as most families call them
     write: Callable[[DecoderConfig, dict], dict] = lambda config, settings: settings
     # needed(config): return the fields that must not be 0
     needed: Callable[[DecoderConfig], tuple] = lambda config: (
@@ -85,40 +93,41 @@ class Family(NamedTuple):
 
     # --- tensors
 
-    # parts of our names -> theirs, all replaced at once; or a function of the whole name and the
-    # number of layers
-    renamed: dict | Callable[[str, int], str] = {}  # noqa: RUF012
-    # full_name(key): return a stored tensor's name as transformers writes it
+    # parts of our names -> parts of stored names, all replaced at once; or a function of the name and
+    # of the number of layers
+    renamed: dict | Callable[[str, int], str] = default(default_factory=dict)
+    # full_name(key): return the name that transformers gives a tensor, where other files shorten it
     full_name: Callable[[str], str] = lambda key: key
     # place(name, shape): return the stored tensor that holds a parameter, its shape, where the
-    # parameter begins in it, and whether it is transposed. None: layouts_hf.py knows.
+    # parameter begins in it, and whether it is transposed. None: see layouts_hf.pieces
     place: Callable[[str, tuple], tuple] | None = None
-    # to_stored(tensors): yield the stored tensors of all parameters. None: layouts_hf.py does.
+    # to_stored(tensors): yield the stored tensors of all parameters. None: see layouts_hf.to_stored
     to_stored: Callable[[Iterable], Iterator] | None = None
-    # parts of our names that a file may hold as they are, too
+    # parts of our names that may also appear unchanged in files
     also_ours: tuple = ()
-    # our names of an expert's matrices -> theirs, where each has a tensor
-    expert_matrices: dict = {}  # noqa: RUF012
-    # True: experts are stored as stacks, transposed, the rows of gate and up in turn as here
+    # names of an expert's matrices: ours -> stored
+    expert_matrices: dict = default(default_factory=dict)
+    # True: experts are stored as transposed stacks, with the rows of gate and up alternating as ours do
     stacked: bool = False
-    # pattern of stored tensors without a place here
+    # pattern of stored tensors to skip
     ignored: str = ""
     # depth_of(key, layers): return the depth of multi-token prediction, 0, 1, ..., that a stored
-    # tensor is of; None: of none. Absent: the family has no such layers.
+    # tensor belongs to; None if to none. Without this function, the family has no such layers
     depth_of: Callable[[str, int], int | None] | None = None
-    # our names -> those of copies that each of these layers has beside it, by its number
-    copied: dict = {}  # noqa: RUF012
+    # names of copies that files have in each layer of multi-token prediction: ours -> stored, with {}
+    # for the layer's number
+    copied: dict = default(default_factory=dict)
 
     def field(self, name: str) -> Any:
-        """Return a field of `DecoderConfig` as the family fixes it, or the default."""
+        """Return the value to which the family fixes a field of `DecoderConfig`, or the default."""
         return self.fixed.get(name, getattr(DecoderConfig, name))
 
     def key(self, name: str) -> str:
-        """Return the family's own name of a key that most families call `name`."""
+        """Return this family's key for the one that most families call `name`."""
         return self.keys.get(name, name)
 
     def stored_name(self, name: str, layers: int) -> str:
-        """Return the hub's name of our parameter. For stacked experts see layouts_hf.py.
+        """Return the stored name of our parameter. For experts see layouts_hf.py.
 
         layers: of the model, without those of multi-token prediction.
         """
@@ -128,7 +137,7 @@ class Family(NamedTuple):
         return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
 
 
-# A family whose config.json and tensors are as here.
+# for models without an entry in FAMILIES, such as Wan
 PLAIN = Family("")
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
 QWEN3 = dict(attention_bias=False, use_sliding_window=False)
@@ -151,7 +160,7 @@ FAMILIES = {
             moe_intermediate_size="intermediate_size",
         ),
         renamed={".mlp.": ".block_sparse_moe."},
-        # transformers 5 writes the router so, in files with stacks of experts
+        # transformers 5 calls the router so in files with stacked experts
         also_ours=(".mlp.gate.",),
         expert_matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
@@ -163,7 +172,7 @@ FAMILIES = {
         norm_topk=False,
         balances=True,
         fields=_keys("num_experts num_experts_per_tok moe_intermediate_size"),
-        # transformers 5 writes this name.
+        # transformers 5 writes this name
         aliases={"num_local_experts": "num_experts"},
     ),
     "deepseek_v3": Family(
@@ -277,9 +286,14 @@ FAMILIES = {
         full_name=gpt2.full_name,
         place=gpt2.place,
         to_stored=gpt2.to_stored,
-        # The ignored tensors are masks.
+        # these tensors are masks
         ignored=r".*\.attn\.(masked_)?bias",
     ),
-    # No architecture of transformers describes such a model: config_own.py does.
-    OWN: PLAIN._replace(depth_of=deepseek_v3.depth_of),
+    # config_own.py reads and writes its config.json; all parameters are stored as they are
+    OWN: replace(
+        PLAIN,
+        place=lambda name, shape: (name, shape, (), False),
+        to_stored=iter,
+        depth_of=deepseek_v3.depth_of,
+    ),
 }

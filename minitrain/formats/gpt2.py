@@ -1,10 +1,8 @@
-"""Read and write config.json and tensor names of GPT-2.
+"""Hooks of the family GPT-2, for config.json and tensors (see families.py).
 
-GPT-3 has the same architecture, and no public checkpoint.
-
-Three things differ from other families. Names and keys are older. Linear layers are stored
-transposed, [in, out]. And q, k and v are one of them. Reading and writing the
-files themselves is in hf.py.
+GPT-3 has the same architecture; it has no public checkpoint. Three things differ from other families:
+keys and tensors have other names, weights of linear layers are stored transposed, [in, out], and
+q, k and v are one linear layer.
 """
 
 import re
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from minitrain.models.decoder_config import DecoderConfig
 
-# of config.json: Llama's key -> GPT-2's
+# keys of config.json: Llama's -> GPT-2's
 KEYS = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
@@ -24,10 +22,11 @@ KEYS = {
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
 }
-# of config.json, each 0.1 where it is missing
+# keys of config.json; their default is 0.1
 DROPOUTS = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
+# modules that are stored as one
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# of modules: ours -> GPT-2's
+# names of modules: ours -> GPT-2's
 NAMES = {
     "model.embed_tokens": "transformer.wte",
     "model.embed_positions": "transformer.wpe",
@@ -43,9 +42,9 @@ NAMES = {
 
 
 def with_defaults(raw: dict) -> dict:
-    """Return config.json with GPT-2's defaults of missing keys, under GPT-2's names.
+    """Return config.json with GPT-2's defaults for missing keys, and Llama's keys renamed.
 
-    A key may have Llama's name, as in transformers.
+    transformers accepts Llama's keys too.
     """
     missing = {"tie_word_embeddings": True} | dict.fromkeys(DROPOUTS, 0.1)
     raw = missing | {KEYS.get(key, key): value for key, value in raw.items()}
@@ -55,32 +54,26 @@ def with_defaults(raw: dict) -> dict:
 
 
 def write(config: DecoderConfig, settings: dict) -> dict:
-    """Return config.json without the two keys that GPT-2 lacks, and with its own.
-
-    llama.cpp reads n_ctx.
-    """
+    """Return config.json with GPT-2's own keys (llama.cpp reads n_ctx), without keys it lacks."""
     lacking = ("num_key_value_heads", "head_dim")
     kept = {key: value for key, value in settings.items() if key not in lacking}
     return kept | dict(n_ctx=config.max_position_embeddings) | dict.fromkeys(DROPOUTS, 0.0)
 
 
 def full_name(key: str) -> str:
-    """Return a stored tensor's name as transformers writes it.
-
-    The files of OpenAI's weights lack the first part.
-    """
+    """Return the name that transformers gives a tensor; OpenAI's files omit its first part."""
     return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
 
 
 def stored_name(name: str) -> str:
-    """Return the tensor that holds our parameter `name`: for q, k and v it is the same one."""
+    """Return the stored tensor that holds our parameter; q, k and v are in the same one."""
     for ours, theirs in NAMES.items():
         name = re.sub(rf"(^|\.){re.escape(ours)}\.", rf"\1{theirs}.", name)
     return name
 
 
 def fused_part(name: str) -> int | None:
-    """Return 0, 1 or 2 for q, k and v."""
+    """Return 0, 1 or 2 for q, k and v, otherwise None."""
     return next((i for i, module in enumerate(FUSED) if f".{module}." in name), None)
 
 
@@ -89,10 +82,7 @@ def is_transposed(name: str) -> bool:
 
 
 def place(name: str, shape: tuple) -> tuple[str, tuple, tuple, bool]:
-    """Return the stored tensor that holds our parameter `name`, and its shape before transposing.
-
-    Also where the parameter begins in it, as q, k and v are one, and whether it is transposed.
-    """
+    """Return where our parameter is stored, see `Family.place`. The shape is that before transposing."""
     part = fused_part(name)
     rows, *columns = shape
     stored = shape if part is None else (len(FUSED) * rows, *columns)
@@ -100,7 +90,7 @@ def place(name: str, shape: tuple) -> tuple[str, tuple, tuple, bool]:
 
 
 def to_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors of our named parameters. q and k wait until v has come."""
+    """Yield the stored tensors of our named parameters; q, k and v once all three have come."""
     waiting = {}
     for name, tensor in tensors:
         stored = stored_name(name)

@@ -1,10 +1,10 @@
-"""Hugging Face checkpoints (config.json + safetensors) in and out of a `Decoder`, or of a `Wan`.
+"""Load and save a `Decoder` or a `Wan` as a Hugging Face checkpoint: config.json and safetensors.
 
-Most of our parameter names are theirs; layouts_hf.py knows the others, stacked experts and
-quantized weights. First every name and shape is checked against the files' headers. Then one tensor
-at a time is copied from the mapped file into the model: of a sharded one only the slices that this
-process has. Writing is the mirror image: tensors come from an iterator and leave memory shard by
-shard. Left out: tokenizers.
+Most parameters have the same names as in the files; layouts_hf.py maps the others, stacked experts
+and quantized weights. Loading first checks every name and shape against the files' headers. Then it
+copies one tensor at a time from the mapped file into the model; for a sharded model only the slices
+that this process holds. Saving consumes tensors from an iterator, and frees each shard of the
+checkpoint when it is written. Tokenizers are not handled here.
 """
 
 import os
@@ -32,6 +32,8 @@ from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
 from minitrain.formats.layouts_hf import (
     EMBEDDING,
+    FP8_SETTINGS,
+    IN_FP8,
     TIED_HEAD,
     Config,
     Piece,
@@ -40,6 +42,7 @@ from minitrain.formats.layouts_hf import (
     is_ignored,
     pieces,
     to_stored,
+    write_fp8,
 )
 from minitrain.formats.magic import ADAPTER_CONFIG
 from minitrain.formats.tensor_files import (
@@ -60,7 +63,7 @@ from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, local_shard
 
-# types of weights, as torch and config.json name them, and as settings do
+# dtypes by torch's names, which config.json has too, and by the names of settings
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -73,9 +76,9 @@ def load_pretrained(
 ) -> Model:
     """Return the model in a folder of Hugging Face layout, on `device` (default: the CPU).
 
-    dtype: of the weights, torch's or a name such as bf16. By default the checkpoint's own, as in
-    transformers: that of config.json, or, if it has none, that of the first tensor. Raises
-    InputError for anything that is wrong with the folder.
+    dtype: of the weights, torch's or a name such as bf16. The default is the checkpoint's own, as in
+    transformers: that in config.json, otherwise that of the first tensor. Raises InputError for
+    anything that is wrong with the folder.
     """
     dtype = SHORT_NAMES.get(dtype, NAMES.get(dtype, dtype))
     if dtype not in (None, *NAMES.values()):
@@ -91,8 +94,8 @@ def load_pretrained(
 def read_config(path: str | Path) -> Config:
     """Return the config of the model in folder `path`, of either kind.
 
-    It has as many depths of multi-token prediction as the files hold: transformers drops their
-    weights, and keeps the number in config.json.
+    Its depths of multi-token prediction are those in the files: transformers drops their weights, but
+    keeps their number in config.json.
     """
     file = Path(path) / "config.json"
     if os.path.isfile(path):
@@ -114,7 +117,7 @@ def read_config(path: str | Path) -> Config:
         config = replace(config, generation_config=read_json(generation))
     if config.num_nextn_predict_layers:
         held = 0
-        # files that are missing are told when they are read
+        # missing files are reported when the weights are read
         with suppress(InputError):
             held = held_depths(config, stored_tensors(weight_files(path)))
         config = replace(config, num_nextn_predict_layers=held)
@@ -127,16 +130,19 @@ def save_pretrained(
     tokenizer=None,
     max_shard_bytes: int = 5 * 10**9,
     original_names: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Write a checkpoint that `transformers.AutoModelForCausalLM.from_pretrained(path)` loads.
 
-    It has the model's own dtype. A Wan is for `diffusers.WanTransformer3DModel`, or, with
-    `original_names`, for Wan's own code. An older checkpoint in the folder is replaced, with its
-    generation_config.json; its tokenizer too if one is given, as from minitrain.load_tokenizer;
-    other files stay. A model of family `minitrain` is for
-    `load_pretrained` alone. Raises InputError for a config that another family's architecture in
-    transformers cannot express, for a model that is sharded or has adapters, and for a folder that
-    has some.
+    It has the model's own dtype. A Wan is saved for `diffusers.WanTransformer3DModel` or, with
+    `original_names`, for Wan's own code. With `fp8` the blocks' matrices are e4m3 with a scale for
+    each 128 x 128, in the layout of DeepSeek-V3's files, for families that have such. A model of
+    family `minitrain` is saved for `load_pretrained` only. An older checkpoint in the folder is
+    replaced, including generation_config.json, and, if `tokenizer` is given (see
+    minitrain.load_tokenizer), its tokenizer; other files stay.
+
+    Raises InputError for a config that its family in transformers cannot express, for a model that is
+    sharded or has adapters, and for a folder that holds adapters.
     """
     tensors = model.state_dict()
     if any(map(is_adapter, tensors)):
@@ -156,30 +162,30 @@ def save_pretrained(
             f"tokenizer={tokenizer!r:.60} is none of ours (give minitrain.load_tokenizer(FOLDER))"
         )
     dtype = next(model.parameters()).dtype
-    save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names)
+    save_tensors(tensors.items(), model.config, dtype, path, max_shard_bytes, original_names, fp8)
     if tokenizer is not None:
         tokenizer.save(path)
 
 
-# --- weights, in
+# --- load weights
 
 
 class Weights(NamedTuple):
-    """A checkpoint's tensors, and the pieces of them that each parameter consists of."""
+    """A checkpoint's tensors, and the pieces of them that make up each parameter."""
 
     stored: dict[str, StoredTensor]
     sources: dict[str, list[Piece]]
 
 
 def find_weights(config: Config, path: str | Path) -> Weights:
-    """Return where a model's weights are in the safetensors of folder `path`, from headers alone.
+    """Return where a model's weights are in the safetensors of folder `path`; read only headers.
 
-    Raises InputError for a tensor that is missing, unknown, misshapen or of an unknown type, and
-    for a damaged file.
+    Raises InputError for a tensor that is missing, unknown, or of another shape or type, and for a
+    damaged file.
     """
     path = Path(path)
     stored = stored_tensors(weight_files(path))
-    # a config.json may claim billions of layers: refuse it before they are built
+    # refuse a config.json that claims billions of layers before they are built
     if len(stored) < config.num_layers:
         raise InputError(
             f"{path}: config.json claims {config.num_layers} layers, the files hold {len(stored)} tensors"
@@ -217,19 +223,19 @@ def find_weights(config: Config, path: str | Path) -> Weights:
 
 
 def load_weights(model: Model, path: str | Path) -> None:
-    """Fill `model`, which must be materialized, from the safetensors of folder `path`.
+    """Fill a materialized model from the safetensors of folder `path`, converting dtypes.
 
-    Values are converted to its dtype. Memory: this process's part of one stored tensor at a time,
-    beside the model. Raises InputError, before anything is written, as `find_weights` does.
+    Besides the model, memory holds this process's part of one stored tensor at a time. Raises
+    InputError as `find_weights` does, before the model is changed.
     """
-    # a pipeline stage also checks the other stages' tensors: all ranks fail together or none does
+    # every pipeline stage checks the tensors of all stages, so that all ranks fail or none does
     _read_into(model, find_weights(model.config, path))
 
 
 @torch.no_grad()
 def _read_into(model: Model, weights: Weights) -> None:
     fetch = partial(_fetch, weights.stored)
-    # parameters and buffers
+    # state_dict has buffers too
     for name, tensor in model.state_dict().items():
         if not is_adapter(name):
             local, slices = local_shard(tensor)
@@ -238,19 +244,19 @@ def _read_into(model: Model, weights: Weights) -> None:
 
 
 def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:
-    # The file is closed after each tensor: its pages stay in memory as long as it is open.
+    # pages of a mapped file stay in memory while it is open, so it is closed after each tensor
     with open_tensors(stored[key].file) as file:
         return file.get_slice(stored[key].name)[slices]
 
 
 def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
-    """Copy the part of `local` that a piece holds. slices: `local`'s place in the parameter."""
+    """Copy the part of a piece that falls into `local`. slices: `local`'s place in the parameter."""
     inside = []
     wanted = []
     for own, held in zip(slices, piece.region, strict=True):
         step = held.step or 1
         stop = min(own.stop, held.stop)
-        # counted in the piece's own rows: the first that `local` has, and the end
+        # the piece's first row within `local`, and the one after its last
         first = max(0, -((held.start - own.start) // step))
         end = -((held.start - stop) // step)
         if first >= end:
@@ -261,7 +267,7 @@ def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
 
 
 def _check_copy(weights: Weights, key: str, name: str) -> None:
-    """Raise InputError if stored tensor `key`, which nothing reads, differs from our parameter `name`."""
+    """Raise InputError if stored tensor `key` is not a copy of our parameter `name`, from which it is read."""
     keys = (next(iter(weights.sources[name][0].needs)), key)
     original, copy = (weights.stored[each] for each in keys)
     blocks = [(slice(first, first + 4096),) for first in range(0, original.shape[0], 4096)]
@@ -292,7 +298,18 @@ def _stored_dtype(path: Path, weights: Weights) -> torch.dtype:
     return NAMES[name]
 
 
-# --- out
+# --- save
+
+
+class Form(NamedTuple):
+    """The form in which a checkpoint stores a model."""
+
+    # JSON files: name -> contents
+    files: dict[str, dict]
+    # the weight files' names before the number and the ending
+    stem: str
+    # to_stored(tensors): yield the stored tensors of the model's named parameters
+    to_stored: Callable[[Named], Named]
 
 
 def save_tensors(
@@ -302,62 +319,107 @@ def save_tensors(
     path: str | Path,
     max_shard_bytes: int = 5 * 10**9,
     original_names: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Write full tensors, named as the model's parameters, as a Hugging Face checkpoint in `dtype`.
 
-    Tensors that the model keeps in fp32 stay so. original_names: use the names of Wan's own code,
-    not diffusers'. `tensors` is consumed lazily, and each shard leaves memory as soon as it is full.
-    The folder keeps what it had until everything is on disk. A folder with config.json is complete.
+    Tensors that the model keeps in fp32 stay so. original_names: use the names of Wan's own code
+    instead of diffusers'. fp8: see `save_pretrained`; it rounds matrices from the type that they
+    have. `tensors` is consumed lazily, and a shard is freed when it is written.
+    The folder's old checkpoint stays until all new files are on disk. A folder that has a config.json
+    holds a complete checkpoint.
     """
     path = Path(path)
-    files = {}
+    if fp8:
+        _check_fp8(config)
     if isinstance(config, WanConfig):
-        spell = wan_names.original_name if original_names else wan_names.diffusers_name
-        to_json = (
-            wan_names.config_to_original_json if original_names else wan_names.config_to_json
-        )
-        files["config.json"] = to_json(config)
-        stem = wan_names.STEM
-        tensors = ((spell(name), x) for name, x in tensors)
+        form = _form_of_wan(config, original_names)
     else:
         check_free_of_adapters(path)
-        config = exportable(config)
-        files["config.json"] = config_to_json(config, dtype)
-        stem = STEMS[0]
-        if config.generation_config:
-            files[GENERATION] = config.generation_config
-        family = FAMILIES[config.family]
-        spell = partial(family.stored_name, layers=config.num_layers)
-        if family.to_stored:
-            tensors = family.to_stored(tensors)
-        else:
-            tensors = (pair for name, x in tensors for pair in to_stored(name, x, config))
-    wide = torch.promote_types(dtype, torch.float32)
-    # The model keeps these tensors in fp32 whatever the dtype.
+        form = _form_of_decoder(config, dtype)
+    # the model keeps these tensors in fp32 whatever its dtype
     model = empty_model(config).to(torch.bfloat16)
-    fp32 = {spell(name) for name, x in model.state_dict().items() if x.dtype == torch.float32}
+    stored = dict(form.to_stored(model.state_dict().items()))
+    fp32 = {key for key, x in stored.items() if x.dtype == torch.float32}
+    if fp8:
+        form.files["config.json"]["quantization_config"] = _fp8_settings(stored)
     tensors = (
-        (name, x.detach().to("cpu", wide if name in fp32 else dtype).contiguous())
-        for name, x in tensors
+        pair
+        for key, x in form.to_stored(tensors)
+        for pair in _as_stored(key, x, dtype, key in fp32, fp8)
     )
     work = path / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
     with refused(f"{path} cannot be written"):
         work.mkdir(parents=True)
     try:
-        _write_shards(tensors, work, stem, max_shard_bytes)
-        for name, contents in files.items():
+        _write_shards(tensors, work, form.stem, max_shard_bytes)
+        for name, contents in form.files.items():
             write_json(work / name, contents)
         _replace_checkpoint(path, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def check_free_of_adapters(path: str | Path) -> None:
-    """Raise InputError if adapters are in the folder.
+def _check_fp8(config: Config) -> None:
+    """Raise InputError for a family whose files are not known in FP8 with blocks."""
+    family = getattr(config, "family", "wan")
+    if FAMILIES.get(family, PLAIN).quantized != "fp8":
+        raise InputError(f"fp8: files of family {family} have no FP8 blocks (use fp8=False)")
 
-    transformers adds them to any model beside them, even if they are merged into it already, or
-    belong to another model.
+
+def _fp8_settings(stored: dict[str, Tensor]) -> dict:
+    """Return the quantization_config of a model in FP8, with the matrices that are not."""
+    others = (key for key, x in stored.items() if x.ndim == 2 and not IN_FP8.fullmatch(key))
+    kept = [key.removesuffix(".weight") for key in others]
+    return FP8_SETTINGS | {"modules_to_not_convert": kept}
+
+
+def _as_stored(
+    key: str, x: Tensor, dtype: torch.dtype, in_fp32: bool, fp8: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor [...] in its type, or in FP8 with scales, on the CPU."""
+    x = x.detach().cpu()
+    if fp8 and IN_FP8.fullmatch(key):
+        yield from ((name, part.contiguous()) for name, part in write_fp8(key, x))
+    else:
+        wide = torch.promote_types(dtype, torch.float32)
+        yield key, x.to(wide if in_fp32 else dtype).contiguous()
+
+
+def _form_of_wan(config: WanConfig, original_names: bool) -> Form:
+    """Return the form of a Wan for diffusers or, with original names, for Wan's own code."""
+    if original_names:
+        stored_name = wan_names.original_name
+        contents = wan_names.config_to_original_json(config)
+    else:
+        stored_name = wan_names.diffusers_name
+        contents = wan_names.config_to_json(config)
+
+    def rename(tensors: Named) -> Named:
+        return ((stored_name(name), tensor) for name, tensor in tensors)
+
+    return Form({"config.json": contents}, wan_names.STEM, rename)
+
+
+def _form_of_decoder(config: DecoderConfig, dtype: torch.dtype) -> Form:
+    """Return the form of a decoder: its family's or, if that has none for it, our own."""
+    config = exportable(config)
+    files = {"config.json": config_to_json(config, dtype)}
+    if config.generation_config:
+        files[GENERATION] = config.generation_config
+
+    def one_by_one(tensors: Named) -> Named:
+        return (pair for name, tensor in tensors for pair in to_stored(name, tensor, config))
+
+    return Form(files, STEMS[0], FAMILIES[config.family].to_stored or one_by_one)
+
+
+def check_free_of_adapters(path: str | Path) -> None:
+    """Raise InputError if the folder holds adapters.
+
+    transformers would add them to any model in the same folder, even if they are already merged into
+    it, or belong to another model.
     """
     if os.path.exists(os.path.join(path, ADAPTER_CONFIG)):
         raise InputError(
@@ -366,14 +428,14 @@ def check_free_of_adapters(path: str | Path) -> None:
 
 
 def _write_shards(tensors: Named, work: Path, stem: str, limit: int) -> None:
-    """Write files of at most `limit` bytes (a larger tensor stands alone), and their index."""
+    """Write files of at most `limit` bytes (or of one larger tensor), and their index."""
     names = []
     total_size = 0
     for shard in _shards(tensors, limit):
         write_tensors(shard, work / f"shard-{len(names)}", metadata={"format": "pt"})
         names.append(list(shard))
         total_size += sum(tensor.nbytes for tensor in shard.values())
-    # their number is known only now
+    # the files' final names contain their number, which is known only now
     single, index = single_and_index(stem)
     weight_map = {}
     for i, inside in enumerate(names):
@@ -388,7 +450,7 @@ def _write_shards(tensors: Named, work: Path, stem: str, limit: int) -> None:
 
 
 def _shards(tensors: Named, limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors by name, as many as `limit` bytes hold; each dict is emptied for the next."""
+    """Yield dicts of tensors of at most `limit` bytes; each is emptied before the next is filled."""
     shard = {}
     size = 0
     for name, tensor in tensors:
@@ -402,10 +464,10 @@ def _shards(tensors: Named, limit: int) -> Iterator[dict[str, Tensor]]:
 
 
 def _replace_checkpoint(folder: Path, work: Path) -> None:
-    """Move the new files in place of the old.
+    """Replace the old files by the new ones.
 
-    The old config.json goes first and the new one comes last: without it a folder cannot be loaded,
-    so no mixture of old and new files ever is.
+    The old config.json is removed first and the new one comes last. A folder without it cannot be
+    loaded, so a mixture of old and new files never is.
     """
     outdated = ["config.json", GENERATION, "hf_quant_config.json", "quantize_config.json"]
     for stem in STEMS:

@@ -1,6 +1,6 @@
-"""JSON files that hold one object, and the values in them.
+"""Read and write JSON files that hold one object, and check the values in them.
 
-Messages name the key only: whoever opens the file puts its name before them with `located`.
+Messages about values name only the key; callers add the file's name with `located`.
 """
 
 import json
@@ -13,7 +13,7 @@ from minitrain.formats.magic import kind_of_folder, read_head, stand_in_kind
 
 
 def read_json(file: Path) -> dict:
-    """Return the object in a JSON file. Raises InputError, which names the file, for all else."""
+    """Return the object in a JSON file. Raises InputError, which names the file, if it is none."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -51,9 +51,9 @@ def write_json(file: Path, value: dict) -> None:
 
 
 def read_number(raw: dict, key: str, kind: type = int, default: Any = None) -> Any:
-    """Return a key's whole number, or with kind=float any number.
+    """Return a key's whole number; with kind=float, any number.
 
-    A missing key or null gives the default, if there is one. Raises InputError for all else.
+    A missing key or null gives the default, if there is one. Raises InputError for other values.
     """
     value = raw.get(key)
     if value is None and default is not None:
@@ -62,14 +62,14 @@ def read_number(raw: dict, key: str, kind: type = int, default: Any = None) -> A
         raise InputError(f"key {key} is missing")
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         raise InputError(f"{key}={value!r} must be a {'whole ' if kind is int else ''}number")
-    # nan is not
+    # also refuses nan
     if not abs(value) <= 1 << 63:
         raise InputError(f"{key}={value!r} must be finite, and fit 64 bits")
     return kind(value)
 
 
 def read_switch(raw: dict, key: str, default: bool = False) -> bool:
-    """Return a key's true or false; null is false. Raises InputError for all else."""
+    """Return a key's true or false; null is false. Raises InputError for other values."""
     value = raw.get(key, default)
     if not isinstance(value, bool | None):
         raise InputError(f"{key}={value!r} must be true or false")
@@ -77,7 +77,7 @@ def read_switch(raw: dict, key: str, default: bool = False) -> bool:
 
 
 def read_value(raw: dict, key: str, kind: Any) -> Any:
-    """Return a key's value as a field's annotation wants it. Raises InputError for all else."""
+    """Return a key's value. kind: its type, a field's annotation. Raises InputError for others."""
     if kind in (int, float):
         return read_number(raw, key, kind)
     if kind is bool:
@@ -94,6 +94,7 @@ def read_value(raw: dict, key: str, kind: Any) -> Any:
 
 
 def read_token_ids(raw: dict, key: str) -> int | list[int] | None:
+    """Return a key's token id, or list of them, or None. Raises InputError for other values."""
     value = raw.get(key)
     for token in value if isinstance(value, list) else [value]:
         if isinstance(token, bool) or not isinstance(token, int | None):
@@ -104,7 +105,7 @@ def read_token_ids(raw: dict, key: str) -> int | list[int] | None:
 def refuse_other_values(raw: dict, values: dict, architecture: str) -> None:
     """Raise InputError for a key whose value is not the one in `values`.
 
-    The key may be missing. A null means the same as false or empty.
+    A missing key is accepted. Null is accepted in place of false or of an empty value.
     """
     for key, value in values.items():
         given = raw.get(key, value)

@@ -1,13 +1,13 @@
-"""Map parameters to stored tensors of each family: names, stacked or separate experts, FP8, MXFP4.
+"""Map parameters to stored tensors: names, stacked or separate experts, FP8, MXFP4.
 
-A parameter is filled from one or several `Piece`s: stored tensors, or single experts of a stored stack, each holding a
-region of it. A piece is read in full or in part, so that a process reads only what it owns. Writing goes the other way,
-always unquantized: one parameter becomes one or several stored tensors.
+A parameter is filled from one or several `Piece`s. A piece is a region of the parameter and its source: a stored tensor,
+or one expert of a stored stack. A process reads only the part of a piece that it owns. Saving is the reverse,
+unquantized or in FP8: one parameter becomes one or several stored tensors.
 
     ours                            Mixtral                        Qwen3, DeepSeek, Kimi               GPT-OSS
     mlp.gate                        block_sparse_moe.gate          mlp.gate                            mlp.router
     mlp.experts.gate_up_proj [e]    block_sparse_moe.experts.e.w1  mlp.experts.e.gate_proj.weight      mlp.experts.gate_up_proj
-        rows of both in turn        ... and .w3, up                ... and .up_proj                    transposed
+        gate and up rows alternate  ... and .w3, up                ... and .up_proj                    transposed
     mlp.experts.down_proj [e]       ....w2                         ....down_proj                       transposed
 """  # noqa: E501
 
@@ -18,12 +18,14 @@ from itertools import count, zip_longest
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.formats.families import FAMILIES, OWN, PLAIN
+from minitrain.formats.families import FAMILIES, PLAIN
 from minitrain.formats.tensor_files import FLOATS, StoredTensor
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
+from minitrain.models.quantize import E4M3, quantize
 from minitrain.models.wan_config import WanConfig
 from minitrain.parallel.shards import Slices
 
@@ -34,6 +36,14 @@ FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"
 MXFP4_BLOCK = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without sign
+# those of a block's matrices that such files have in FP8: not its router, nor `eh_proj`
+IN_FP8 = re.compile(r".*\.layers\.\d+\.(?!eh_proj).*_proj(_with_mqa)?\.weight")
+FP8_SETTINGS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+}
 # key and slices of a stored tensor -> that part of it
 Fetch = Callable[[str, Slices], Tensor]
 Stored = dict[str, StoredTensor]
@@ -42,16 +52,13 @@ Config = DecoderConfig | WanConfig
 
 
 class Piece(NamedTuple):
-    """A region of a parameter, and where it is stored.
+    """A region of a parameter, and how to read it."""
 
-    region: one slice per dimension; a slice may have a step.
-    needs: stored tensor -> its shape and possible dtypes.
-    read(fetch, slices): return the part `slices` of the region, counted from its start, without
-    steps.
-    """
-
+    # one slice per dimension of the parameter; a slice may have a step
     region: Slices
+    # stored tensor -> its shape and possible dtypes
     needs: dict
+    # read(fetch, slices): return part of the region. slices: relative to its start, without steps
     read: Callable[[Fetch, Slices], Tensor]
 
 
@@ -62,8 +69,6 @@ def full(shape: Shape) -> Slices:
 
 def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piece]:
     """Return the pieces that make up the parameter `name`."""
-    if config.family == OWN:
-        return [stored_part(name, shape, full(shape))]
     family = FAMILIES.get(config.family, PLAIN)
     if family.place:
         key, whole, starts, transposed = family.place(name, shape)
@@ -114,14 +119,14 @@ def expert_pieces(
 
 
 def mamba_parts(name: str, config: Config) -> list[int] | None:
-    """Return the sizes of the parts whose rows the hub has in another order (see mamba.py), if so."""
+    """Return the sizes of the parts of a Mamba-2 weight whose rows files order differently, or None."""
     if ".mamba.in_proj." in name:
         return config.mamba.projected
     return config.mamba.convolved if ".mamba.conv1d." in name else None
 
 
 def expert_parts(name: str) -> list[str]:
-    """Return the stored matrices of one expert that a stack holds."""
+    """Return the names of an expert's matrices that one of our stacks holds."""
     return ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
 
 
@@ -141,9 +146,7 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
     """Yield the stored tensors of a whole parameter. Not for a family that has its own `to_stored`."""
     prefix, _, last = name.rpartition(".experts.")
     family = FAMILIES[config.family]
-    if config.family == OWN:
-        yield name, tensor
-    elif parts := mamba_parts(name, config):
+    if parts := mamba_parts(name, config):
         key = family.stored_name(name, config.num_layers)
         yield key, by_part(tensor, parts, config.mamba.groups)
     elif not prefix:
@@ -161,7 +164,7 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
 
 
 def copies(config: DecoderConfig) -> dict[str, str]:
-    """Return copies of our parameters that files of multi-token prediction have: stored name -> ours."""
+    """Return the copies that layers of multi-token prediction have in files: stored name -> ours."""
     layers = config.all_layers[config.num_layers :]
     copied = FAMILIES.get(config.family, PLAIN).copied
     ours = {TIED_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
@@ -173,7 +176,7 @@ def copies(config: DecoderConfig) -> dict[str, str]:
 
 
 def held_depths(config: DecoderConfig, stored: Stored) -> int:
-    """Return how many depths of multi-token prediction the stored tensors have."""
+    """Return the number of depths of multi-token prediction that are stored."""
     family = FAMILIES.get(config.family, PLAIN)
     layers = config.num_layers
     names = (f"model.layers.{layers + depth}.eh_proj.weight" for depth in count())
@@ -181,10 +184,10 @@ def held_depths(config: DecoderConfig, stored: Stored) -> int:
 
 
 def is_ignored(key: str, config: Config) -> bool:
-    """Return True if a stored tensor has no place here, and needs none.
+    """Return True for a stored tensor that is not needed.
 
-    Besides those that its family names, these are old tables of rotary embeddings, a tied head, and
-    a norm of Wan's image to video that is unused, in diffusers too.
+    These are the tensors that a family ignores, old tables of rotary embeddings, a tied head, and a
+    norm of Wan's image-to-video models that diffusers does not use either.
     """
     if isinstance(config, WanConfig):
         return key.endswith(".attn2.norm_added_q.weight")
@@ -202,7 +205,7 @@ def is_ignored(key: str, config: Config) -> bool:
 
 
 def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:
-    """Return the piece of a stored matrix as it is, in FP8 where it is stored so."""
+    """Return the piece of a whole stored tensor, which may be in FP8."""
     if key not in stored or stored[key].dtype != "F8_E4M3":
         return stored_part(key, shape, region)
     scales = tuple(-(-n // FP8_BLOCK) for n in shape)
@@ -213,10 +216,10 @@ def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:
 def stored_part(
     key: str, shape: Shape, region: Slices, starts: Shape = (), transposed: bool = False
 ) -> Piece:
-    """Return a region that lies in tensor `key` from `starts` on, or 0, in each dimension.
+    """Return the piece of a region that begins at `starts` (default: 0) in stored tensor `key`.
 
-    shape: of the stored tensor, before its last two dimensions were transposed, if they are. The
-    region may have one dimension more, in front.
+    shape: of the stored tensor; if its last two dimensions are transposed, the shape before that. The
+    region may have one more dimension in front.
     """
 
     def read(fetch: Fetch, slices: Slices) -> Tensor:
@@ -228,11 +231,12 @@ def stored_part(
 
 
 def swap(dimensions: tuple) -> tuple:
+    """Swap the last two of a tuple's items."""
     return (*dimensions[:-2], dimensions[-1], dimensions[-2])
 
 
 def read_fp8(key: str, fetch: Fetch, slices: Slices) -> Tensor:
-    """Return fp32: each block of 128 x 128 values times its own scale (DeepSeek-V3)."""
+    """Return the values in fp32: each block of 128 x 128 times its own scale (DeepSeek-V3)."""
     slices = slices[-2:]
     scale = fetch(key + FP8_SCALE, ()).float()
     for dim, part in enumerate(slices):
@@ -240,10 +244,23 @@ def read_fp8(key: str, fetch: Fetch, slices: Slices) -> Tensor:
     return fetch(key, slices).float() * scale
 
 
-def mxfp4_expert(name: str, shape: Shape, region: Slices) -> Piece:
-    """Return the piece of one expert in GPT-OSS's MXFP4, of which all rows are read, as fp32.
+def write_fp8(key: str, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a matrix [out, in] in FP8 and the scales of its blocks: what `read_fp8` reads.
 
-    32 values share a power of two. A byte holds two of them, the first in its low half.
+    Scales are powers of two, so fp8.form=block multiplies these very numbers.
+    """
+    out, into = matrix.shape
+    padded = F.pad(matrix.float(), (0, -into % FP8_BLOCK, 0, -out % FP8_BLOCK))
+    x8, inverse = quantize(padded, E4M3, (FP8_BLOCK, FP8_BLOCK))
+    yield key, x8[:out, :into]
+    yield key + FP8_SCALE, inverse
+
+
+def mxfp4_expert(name: str, shape: Shape, region: Slices) -> Piece:
+    """Return the piece of one expert in GPT-OSS's MXFP4. All of its rows are read, as fp32.
+
+    32 values share a power of two as their scale. A byte holds two values, the first one in its low
+    four bits.
     """
     experts, out, into = shape
     scales = (experts, out, into // MXFP4_BLOCK)

@@ -1,4 +1,4 @@
-"""Name a file that is of the wrong kind, by its first bytes or its name, and the way out."""
+"""Recognize a file of the wrong kind by its first bytes or its name, and tell what to do with it."""
 
 import re
 import struct
@@ -8,7 +8,7 @@ from pathlib import Path
 ADAPTER_CONFIG = "adapter_config.json"
 LFS = b"version https://git-lfs.github.com/spec"
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
-# first bytes of a file, with escapes as in Python, = its kind, and the way out
+# first bytes of a file (with Python's escapes) = its kind (what to do)
 SIGNATURES = r"""
 version https://git-lfs.github.com/spec = a pointer of git-lfs, not the file itself (git lfs pull)
 <!DOCTYPE html = a web page (of a download that failed?)
@@ -47,7 +47,8 @@ LITPKDS = a packed dataset of lit-gpt, with a header of 24 bytes (save its token
 """
 # PNG, GIF, JPEG; WebP, WAV, AVI; MP3, Ogg, FLAC; Matroska, WebM; MP4, MOV, HEIC
 MEDIA = rb"(?s)\x89PNG|GIF8|\xff\xd8\xff|RIFF|ID3|OggS|fLaC|\x1a\x45\xdf\xa3|.{4}ftyp"
-SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")  # one object over several lines
+# a JSON object over several lines
+SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")
 
 
 @cache
@@ -65,14 +66,14 @@ def read_head(file: Path) -> bytes:
 
 
 def stand_in_kind(file: Path, head: bytes) -> str:
-    """Return the kind of a file that stands for another one; empty for all others."""
+    """Return the kind of an unfinished download or of a pointer to a file; "" for other files."""
     if file.suffix in UNFINISHED:
         return "an unfinished download (finish it, or remove it)"
     return signatures()[LFS] if head.startswith(LFS) else ""
 
 
 def kind_of_binary(file: Path, head: bytes) -> str:
-    """Return the kind of a file that begins with `head`; empty if nothing tells."""
+    """Return the kind of a binary file that begins with `head`; "" if it is not recognized."""
     length = int.from_bytes(head[:8], "little")
     if head[8:10] == b'{"' and length < 1 << 27:
         return "a safetensors file (of tensors, not of tokens or text)"
@@ -90,9 +91,9 @@ def kind_of_binary(file: Path, head: bytes) -> str:
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the checksum of a TFRecord's parts: CRC-32C, rotated and shifted.
+    """Return TFRecord's checksum: CRC-32C, rotated and shifted (tensorflow/tsl/lib/hash/crc32c.h).
 
-    tensorflow/tsl/lib/hash/crc32c.h. A record begins with its length and that number's checksum.
+    A record begins with its length and the checksum of the length.
     """
     crc = 0xFFFFFFFF
     for byte in data:
@@ -104,19 +105,22 @@ def masked_crc(data: bytes) -> int:
 
 
 def kind_of_folder(folder: Path) -> str:
-    """Return the kind of a folder that is not the wanted one, as the end of a sentence, or ""."""
+    """Return what a folder holds instead of a model, as the end of a sentence; "" if unknown."""
     names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     known = {
         ADAPTER_CONFIG: "an adapter (give it as --adapter, or as lora.path, and its base model as the model)",
         "config.json": "a model (give it as the model, and the adapter's folder as the adapter)",
         "snapshots": "a folder of the hub's cache (give the folder below its snapshots/)",
-        "metrics.jsonl": "a run that has not ended (its own command continues it, and writes the model at the end)",
+        "metrics.jsonl": "a run that has not ended (its own command continues it, and writes the model at the end; "
+        f"minitrain export --run {folder} --out FOLDER writes its newest checkpoint)",
         ".metadata": "a distributed checkpoint of torch (save it as safetensors)",
     }
+    if checkpoint := kind_of_checkpoint(folder):
+        return checkpoint
     found = next((what for name, what in known.items() if name in names), "")
     suffixes = {Path(name).suffix: name for name in names}
-    if not found and (unfinished := suffixes.keys() & set(UNFINISHED)):
-        found = f"{suffixes[unfinished.pop()]}, an unfinished download (the same download again finishes it)"
+    if not found and (unfinished := kind_of_unfinished(folder)):
+        return unfinished
     if not found and (
         others := suffixes.keys() & {".gguf", ".pt", ".pth", ".bin", ".ckpt", ".nemo"}
     ):
@@ -124,8 +128,34 @@ def kind_of_folder(folder: Path) -> str:
     return f"; it is {found}" if found else ""
 
 
+def kind_of_unfinished(folder: Path) -> str:
+    """Return an unfinished download in a folder, as the end of a sentence; "" if there is none."""
+    names = [file.name for file in folder.glob("*") if file.suffix in UNFINISHED]
+    if not names:
+        return ""
+    return f"; it is {min(names)}, an unfinished download (the same download again finishes it)"
+
+
+def kind_of_checkpoint(folder: Path) -> str:
+    """Return how to export the model of a folder that is a run's checkpoint, or holds checkpoints.
+
+    It is the end of a sentence, "" for other folders.
+    """
+    step = re.compile(r"step-(\d+)")
+    names = [file.name for file in folder.glob("*")]
+    run = folder.parent
+    option = ""
+    if ".metadata" in names and (found := step.fullmatch(folder.name)):
+        run = run.parent
+        option = f" --step {int(found[1])}"
+    elif not any(map(step.fullmatch, names)):
+        return ""
+    command = f"minitrain export --run {run}{option} --out FOLDER"
+    return f"; it is a checkpoint of a run ({command} writes it as a model)"
+
+
 def library_of(settings: dict) -> str:
-    """Return the library that wrote an adapter_config.json; for PEFT the kind of adapters."""
+    """Return the library that wrote an adapter_config.json; for PEFT, the type of the adapters."""
     if {"fine_tune_type", "lora_parameters"} & settings.keys():
         return "adapters of mlx-lm (merge them with mlx_lm.fuse)"
     if isinstance(settings.get("config"), dict):
@@ -134,7 +164,7 @@ def library_of(settings: dict) -> str:
 
 
 def kind_of_json(file: Path, head: bytes) -> str:
-    """Return the kind of a file that cannot be JSON lines or an array; empty where it may be."""
+    """Return the kind of a file that is neither JSON lines nor a JSON array; "" if it may be."""
     if file.suffix in (".csv", ".tsv"):
         return "a table in text (datasets' Dataset.from_csv(FILE).to_json(OUT) converts it)"
     if SPREAD.match(head):
@@ -143,12 +173,12 @@ def kind_of_json(file: Path, head: bytes) -> str:
 
 
 def kind_of_tokens(file: Path, head: bytes) -> str:
-    """Return the kind of a file that cannot be raw tokens; empty where it may be."""
+    """Return the kind of a file that does not hold raw tokens; "" if it may hold them."""
     found = kind_of_binary(file, head)
     if found or len(head) < 64:
         return found
-    # the number of items, and where each begins: the first one behind these numbers, with MosaicML
-    # behind a description in JSON, too
+    # such a chunk begins with the number of its items and their offsets; the first item follows
+    # these, in MosaicML's format after a description in JSON
     count, *begins = struct.unpack("<9I", head[:36])
     begins = begins[: count + 1]
     gap = begins[0] - 4 * (count + 2)
@@ -157,7 +187,7 @@ def kind_of_tokens(file: Path, head: bytes) -> str:
         return "a chunk of litdata or MosaicML's streaming (save its tokens as .npy)"
     code = "utf-16" if re.match(rb"\xff\xfe|\xfe\xff", head) else "utf-8"
     text = head.decode(code, "ignore")
-    # a character may be cut at the end
+    # the head may end within a character
     whole = len(text.encode(code)) >= len(head) - 3
     if whole and all(c.isprintable() or c in "\t\n\r" for c in text):
         return "text (data.kind=text, or jsonl)"

@@ -1,8 +1,8 @@
-"""Read and write config.json and tensor names of Nemotron-H (Nemotron 3 Nano and Super).
+"""Hooks of the family Nemotron-H (Nemotron 3 Nano and Super), for config.json and tensors.
 
-Every layer there has one `norm` and one `mixer`, whatever it does; here it has the names that such
-a part has in other families. That rows of Mamba-2 layers are in another order there is told in
-mamba.py. Reading and writing the files themselves is in hf.py.
+In files every layer has one `norm` and one `mixer`, whatever it does; our names are those that such
+layers have in other families. models/mamba.py explains why the rows of Mamba-2's weights are in
+another order in files.
 """
 
 import math
@@ -13,7 +13,7 @@ from minitrain.errors import InputError
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
-# of config.json: the key of Llama's, or our field -> Nemotron-H's key
+# key of most families, or field of `DecoderConfig` -> Nemotron-H's key
 KEYS = {
     "hidden_act": "mlp_hidden_act",
     "rms_norm_eps": "layer_norm_epsilon",
@@ -22,9 +22,11 @@ KEYS = {
 # keys of multi-token prediction
 DEPTHS = "num_nextn_predict_layers"
 FURTHER = "mtp_hybrid_override_pattern"
+# kind of layer in `layers_block_type` -> its letter in `hybrid_override_pattern`
 LETTERS = dict(
     linear_attention="M", mamba="M", full_attention="*", attention="*", moe="E", mlp="-"
 )
+# defaults of a model without experts
 NO_EXPERTS = dict(
     n_routed_experts=0,
     num_experts_per_tok=1,
@@ -33,18 +35,18 @@ NO_EXPERTS = dict(
     n_group=1,
     topk_group=1,
 )
-# where config.json has none, as Nemotron-H's before Nemotron 3, whatever the other sizes are
+# the default of head_dim, which models before Nemotron 3 omit; it does not depend on other sizes
 HEAD_DIM = 128
-# a time_step_min that bounds nothing: transformers takes its logarithm
+# a time_step_min without effect; not 0, because transformers takes its logarithm
 LEAST_DT = 1e-30
-# infinity as Python's JSON writes it, and as transformers 5 does
+# infinity as Python's JSON reads it, and as transformers 5 writes it
 ENDLESS = (math.inf, {"__float__": "Infinity"})
 
 
 def with_pattern(raw: dict) -> dict:
-    """Return config.json with the layer pattern in letters, and the keys that follow from it.
+    """Return config.json with the layer pattern in letters, and with keys that depend on it.
 
-    The other spelling is a list, `layers_block_type`.
+    The pattern may also be given as a list of names, `layers_block_type`.
     """
     pattern = raw.get("hybrid_override_pattern")
     layers = raw.get("layers_block_type")
@@ -58,7 +60,7 @@ def with_pattern(raw: dict) -> dict:
 
 
 def _letters(key: str, layers: Any) -> str:
-    """Return the letters of a key's list of names."""
+    """Return the letters of a list of names. key: of the list, for messages. Raises InputError."""
     letters = ""
     for layer in layers if isinstance(layers, list) else [layers]:
         if not isinstance(layer, str) or layer not in LETTERS:
@@ -69,14 +71,14 @@ def _letters(key: str, layers: Any) -> str:
 
 
 def _further_pattern(pattern: str) -> str:
-    """Return the letters of a depth of multi-token prediction in a model with this pattern."""
+    """Return the letters of a depth of multi-token prediction, for a model with this pattern."""
     return "*E" if "E" in pattern else "*-"
 
 
 def read(raw: dict) -> dict:
-    """Return the fields of `DecoderConfig` with defaults or a form of their own.
+    """Return fields of `DecoderConfig` that have defaults, or another form in config.json.
 
-    Raises InputError for multi-token prediction by other layers than attention, then MLP.
+    Raises InputError for multi-token prediction with layers other than attention and MLP.
     """
     if raw.get(DEPTHS):
         names = raw.get("mtp_layers_block_type")
@@ -95,14 +97,14 @@ def read(raw: dict) -> dict:
 def _least_dt(raw: dict) -> float:
     """Return the lower bound of dt. Raises InputError for an upper bound.
 
-    In NVIDIA's code, which trained the published models, it is that of `time_step_limit`;
-    `time_step_min` is a setting of the initialization alone. transformers 5.24 bounds dt by
-    `time_step_min` all the same (its pull request 48989). For Nemotron 3 Nano and Super that costs
-    1 to 6 % of perplexity, says mlx-lm's 1026. A file that transformers wrote itself, with its own
-    names of layers, computes as it does there.
+    NVIDIA's code, which trained the published models, bounds dt by `time_step_limit` and uses
+    `time_step_min` only for initialization. transformers 5.24 bounds dt by `time_step_min`
+    nevertheless (its pull request 48989), which raises the perplexity of Nemotron 3 Nano and Super by
+    1 to 6 % (mlx-lm #1026). Here NVIDIA's code is followed, except for files that transformers wrote,
+    recognized by its names of layers: these models compute the same as in transformers.
     """
     if "linear_attention" in (raw.get("layers_block_type") or []):
-        # an older name, which outranks the newer
+        # the older key takes precedence, as in transformers
         key = "mamba_dt_min" if "mamba_dt_min" in raw else "time_step_min"
         least = read_number(raw, key, float, 0.001)
         return 0.0 if least == LEAST_DT else least
@@ -116,7 +118,7 @@ def _least_dt(raw: dict) -> float:
 def write(config: DecoderConfig, settings: dict) -> dict:
     """Return config.json with the family's own keys.
 
-    A bound of dt is in `time_step_limit`, and for transformers in `time_step_min`, see `_least_dt`.
+    dt's lower bound is written as `time_step_limit`, and for transformers as `time_step_min`.
     """
     least = config.time_step_min
     bounded = dict(time_step_limit=[least, math.inf]) if least else {}
@@ -145,8 +147,8 @@ def depth_of(key: str, layers: int) -> int | None:
 def stored_name(name: str, layers: int) -> str:
     """Return the stored name of our parameter. layers: of the model, see `Family.stored_name`.
 
-    A layer of multi-token prediction is two there, mtp.layers.0 with the attention, the projection
-    and the norms before it, and mtp.layers.1 with the MLP and the last norm.
+    A layer of multi-token prediction is stored as two: mtp.layers.0 has the attention, the projection
+    and the norms before it; mtp.layers.1 has the MLP and the last norm.
     """
     found = re.match(r"model\.layers\.(\d+)\.(post_attention_layernorm|mlp|shared_head)?", name)
     if found and int(found[1]) >= layers:

@@ -2,15 +2,18 @@
 
 Names and shapes are in peft_names.py.
 
-    Experts         are PEFT's `target_parameters`. Asked for gate_proj and up_proj, PEFT gives the
-                    joint matrix twice the rank and alpha (`rank_pattern`). Here all adapters have
-                    the largest rank; smaller ones are padded with zeros, which training leaves so
-    UNREADABLE      adapters that have no form in PEFT: a run says so when it begins
-    Wan, written    also in a second file, see `for_pipelines`: diffusers' skip PEFT's names
-    Wan, read       also from one file of another program, see `adapter_place`. Its scale is 1
-                    unless it holds alphas or its header has settings
+    Experts       PEFT adapts them as `target_parameters`. If both gate_proj and up_proj are named,
+                  it gives their joint matrix twice the rank and alpha (`rank_pattern`). Here all
+                  adapters have the largest rank; smaller ones are padded with zeros, which stay zero
+                  during training.
+    UNREADABLE    PEFT cannot read some adapters: a run warns when it begins.
+    Wan, saving   A second file is written for diffusers' pipelines, which ignore PEFT's names: see
+                  `for_pipelines`.
+    Wan, loading  One file of another program is read too: see `adapter_place`. Its scale is 1 unless
+                  the file holds alphas, or its header has settings.
 
-Left out: biases and norms in such files; GPT-3, whose q, k, v are one on the hub; variants of LoRA.
+Not supported: biases and norms in such files; GPT-3, whose q, k, v are one matrix in files; variants
+of LoRA.
 """
 
 import json
@@ -66,14 +69,16 @@ PATTERNS = ("rank_pattern", "alpha_pattern")
 WEIGHTS = "adapter_model.safetensors"
 # the file that diffusers' load_lora_weights looks for in a folder
 PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"
+# family -> Linears whose adapters PEFT cannot read
 UNREADABLE = {
-    # PEFT takes these names for the stacks of experts
+    # PEFT would apply these names to the stacks of experts
     "deepseek_v3": ("down_proj", "gate_proj", "up_proj"),
-    # PEFT refuses it: Mamba's kernels read its weight without calling it
+    # PEFT refuses this one, because Mamba's kernels read its weight without calling the module
     "nemotron_h": ("out_proj",),
 }
-# initializations that leave the base weights alone
+# values of init_lora_weights that do not change the base weights
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
+# keys of adapter_config.json that turn on variants of LoRA
 VARIANTS = (
     "use_dora",
     "lora_bias",
@@ -90,9 +95,9 @@ VARIANTS = (
 
 
 def read_adapter_config(path: str | Path) -> Lora:
-    """Return the settings of the adapters in a folder, or in a file of Wan's, but for dropout.
+    """Return the settings (except dropout) of the adapters in a folder, or in a file of Wan's.
 
-    Raises InputError for what is no plain LoRA.
+    Raises InputError for anything but plain LoRA.
     """
     file, raw, stored = _open(path)
     with located(file):
@@ -109,6 +114,7 @@ def read_adapter_config(path: str | Path) -> Lora:
 
 
 def _refuse_variants(raw: dict) -> None:
+    """Raise InputError for anything but plain LoRA."""
     found = [key for key in VARIANTS if raw.get(key)]
     if raw.get("bias", "none") != "none":
         found.append("bias")
@@ -122,9 +128,9 @@ def _refuse_variants(raw: dict) -> None:
 
 
 def _sizes(raw: dict) -> list[tuple]:
-    """Return every (rank, alpha) of adapter_config.json: the usual pair, and those of patterns.
+    """Return all pairs (rank, alpha) of adapter_config.json: the usual one, and those of patterns.
 
-    Raises InputError for others than numbers within their limits.
+    Raises InputError for values that are no numbers within their limits.
     """
     ranks, alphas = (raw.get(key) or {} for key in PATTERNS)
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
@@ -134,14 +140,14 @@ def _sizes(raw: dict) -> list[tuple]:
     for rank, alpha in (usual, *special):
         if type(rank) is not int or not 1 <= rank <= MAX_LORA_RANK:
             raise InputError(f"r={rank!r} must be a whole number from 1 to {MAX_LORA_RANK:,}")
-        # nan is not
+        # also refuses nan
         if type(alpha) not in (int, float) or not abs(alpha) <= MAX_LORA_ALPHA:
             raise InputError(f"lora_alpha={alpha!r} must be a number")
     return [usual, *special]
 
 
 def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
-    """Return the adapters' files with settings (None: the tensors' file has them) and tensors."""
+    """Return the file of the settings (None: they are in that of the tensors), and the tensors' file."""
     path = Path(path)
     folder = path.parent if os.path.isfile(path) and path.name == WEIGHTS else path
     if not os.path.exists(folder / ADAPTER_CONFIG):
@@ -153,22 +159,22 @@ def adapter_files(path: str | Path) -> tuple[Path | None, Path]:
 
 
 class Opened(NamedTuple):
-    """Adapters on disk.
+    """Adapters on disk."""
 
-    file: it has the settings. settings: as in adapter_config.json. tensors: by PEFT's names.
-    """
-
+    # the file that has the settings
     file: Path
+    # the content of adapter_config.json
     settings: dict
+    # PEFT's name -> tensor
     tensors: dict[str, StoredTensor]
 
 
 def _open(path: str | Path) -> Opened:
-    """Open a folder of PEFT's, or a file of Wan's. Raises InputError for what is no plain LoRA."""
+    """Open a folder of PEFT's, or a file of Wan's. Raises InputError for anything but plain LoRA."""
     config, weights = adapter_files(path)
     if config:
         return _open_with_settings(config, read_from_folder(config), weights)
-    if settings := _told_in_header(weights):
+    if settings := _header_settings(weights):
         return _open_with_settings(weights, settings, weights)
     return _open_bare(weights)
 
@@ -189,7 +195,7 @@ def _open_with_settings(file: Path, settings: dict, weights: Path) -> Opened:
 
 
 def _open_bare(weights: Path) -> Opened:
-    """Open a file of Wan's without settings, which follow from its shapes and alphas."""
+    """Open a file of Wan's that has no settings: shapes give the ranks, `alpha` tensors the alphas."""
     tensors, ranks = _by_peft_names(weights)
     alphas = {}
     for name in [*tensors]:
@@ -228,15 +234,15 @@ def _by_peft_names(weights: Path) -> tuple[dict[str, StoredTensor], dict[str, in
     return tensors, ranks
 
 
-def _told_in_header(file: Path) -> dict | None:
-    """Return the settings in the file's header, as diffusers and finetrainers write it, or None."""
+def _header_settings(file: Path) -> dict | None:
+    """Return the settings that diffusers and finetrainers write into a file's header, or None."""
     with open_tensors(file) as contents:
         header = contents.metadata() or {}
-    told = header.get("lora_adapter_metadata") or header.get("lora_config")
-    if not told:
+    text = header.get("lora_adapter_metadata") or header.get("lora_config")
+    if not text:
         return None
     try:
-        raw = {key.removeprefix("transformer."): value for key, value in json.loads(told).items()}
+        raw = {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
     except (ValueError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file}: the settings in its header are no JSON object: {error}"
@@ -245,6 +251,7 @@ def _told_in_header(file: Path) -> dict | None:
 
 
 def _number(tensor: StoredTensor) -> float:
+    """Return the value of a stored tensor with one element. Raises InputError for more."""
     if math.prod(tensor.shape) != 1:
         shape = list(tensor.shape)
         raise InputError(
@@ -255,8 +262,9 @@ def _number(tensor: StoredTensor) -> float:
 
 
 def _names(raw: dict, key: str, stored: dict[str, StoredTensor]) -> list[str]:
+    """Return the names under a key of TARGETS. Raises InputError for other values."""
     names = raw.get(key) or []
-    # a regular expression: the names of the tensors tell which modules it matched
+    # for a regular expression, the names of stored tensors show which modules it matched
     if key == "target_modules" and isinstance(names, str):
         linear = r"^base_model\.model\.(.*)(?<!\.experts)(?<!\.base_layer)\.lora_A\.weight$"
         return re.findall(linear, "\n".join(stored), re.M)
@@ -266,10 +274,10 @@ def _names(raw: dict, key: str, stored: dict[str, StoredTensor]) -> list[str]:
 
 
 def load_adapter(model: nn.Module, path: str | Path) -> None:
-    """Give an unsharded model the adapters of folder `path`, in place; the model is frozen.
+    """Add the adapters of folder `path` to an unsharded model in place, and freeze all else.
 
-    Raises InputError, before anything is changed, for a folder that is no plain LoRA or does not
-    fit the model.
+    Raises InputError, before the model is changed, for anything but plain LoRA, and for adapters that
+    do not fit the model.
     """
     lora = read_adapter_config(path)
     stored = _read_tensors(model.config, lora, Path(path))
@@ -289,7 +297,7 @@ def load_merged(
 
 
 def fill_adapters(model: nn.Module, lora: Lora, path: str | Path) -> None:
-    """Read adapters that the model, sharded or not, has already."""
+    """Load stored values into a model's existing adapters; the model may be sharded."""
     _fill(model, _read_tensors(model.config, lora, Path(path)))
 
 
@@ -302,7 +310,7 @@ def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
 
 
 def _read_tensors(config: Config, lora: Lora, path: Path) -> dict[str, Tensor]:
-    """Return every adapter's tensors by our names, lower ranks padded with zeros.
+    """Return all adapters' tensors by our names; lower ranks are padded with zeros.
 
     config: the model's.
     """
@@ -323,7 +331,7 @@ def _read_tensors(config: Config, lora: Lora, path: Path) -> dict[str, Tensor]:
         check_stored(stored, keys[name], expected, FLOATS, file)
     if extra := stored.keys() - keys.values():
         raise InputError(f"{file}: tensor {min(extra)} has no place in the model")
-    # else all would be padded, for nothing
+    # padding all of them would be useless
     if all(own[name] != shape for name, shape in shapes.items()):
         raise InputError(f"{source}: no adapter has the largest rank, {lora.rank}")
     tensors = {}
@@ -337,7 +345,7 @@ def _read_tensors(config: Config, lora: Lora, path: Path) -> dict[str, Tensor]:
 
 
 def adapter_shapes(config: Config, lora: Lora) -> dict[str, torch.Size]:
-    """Return name and shape of every adapter's parameters in the model of `config`.
+    """Return the names and shapes of all adapter parameters in the model of `config`.
 
     Raises InputError as `check_targets` does.
     """
@@ -358,10 +366,10 @@ def save_adapter(
     path: str | Path,
     base: str = "",
 ) -> None:
-    """Write whole adapters, by our names, so that `peft.PeftModel.from_pretrained(model, path)`
-    loads them.
+    """Write adapters so that `peft.PeftModel.from_pretrained(model, path)` loads them.
 
-    config: the model's. base: its name or folder, as peft's Auto classes want to know it.
+    tensors: full, by our names. config: the model's. base: the model's name or folder, which PEFT's
+    Auto classes need.
     """
     folder = Path(path)
     shapes = adapter_shapes(config, lora)
@@ -376,17 +384,17 @@ def save_adapter(
     for name, contents in files.items():
         write_tensors(contents, folder / f"{name}.tmp", metadata={"format": "pt"})
     write_json(folder / f"{ADAPTER_CONFIG}.tmp", adapter_config(config, lora, shapes, base))
-    # removed first and written last: beside it there are always the weights that it describes
+    # removed first and moved last, so that it is never beside weights that it does not describe
     (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
     for name in (*files, ADAPTER_CONFIG):
         (folder / f"{name}.tmp").replace(folder / name)
 
 
 def for_pipelines(stored: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Return Wan's adapters as diffusers' pipelines and ComfyUI load them.
+    """Return Wan's adapters in the form that diffusers' pipelines and ComfyUI load.
 
-    They have the original names, and the scale in B, since neither reads adapter_config.json.
-    stored: in PEFT's names.
+    Names are those of Wan's code, and B is multiplied by the scale, because neither program reads
+    adapter_config.json. stored: by PEFT's names.
     """
     return {
         f"diffusion_model.{original_name(name.removeprefix(PREFIX))}": scale * x
@@ -397,9 +405,9 @@ def for_pipelines(stored: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
 
 
 def adapter_config(config: Config, lora: Lora, names: Iterable[str], base: str) -> dict:
-    """Return adapter_config.json, with those targets that the model has.
+    """Return adapter_config.json, with only those targets that the model has.
 
-    names: of all adapters' parameters. PEFT has no dropout for experts, so there it is 0.
+    names: of all adapter parameters. With experts, dropout is 0, because PEFT has none for them.
     """
     paths = [name[: -len("_lora_A")] for name in names]
     targets = [target for target in lora.targets if any(matches(path, target) for path in paths)]
@@ -423,7 +431,7 @@ def adapter_config(config: Config, lora: Lora, names: Iterable[str], base: str) 
 
 
 def other_dropout(lora: Lora) -> list[str]:
-    """Return a line if the adapters to start from had another dropout: PEFT would continue it."""
+    """Return a note if the adapters of lora.path had another dropout, which PEFT would keep."""
     had = _open(lora.path).settings.get("lora_dropout") if lora.path else None
     if not had or had == lora.dropout:
         return []
@@ -432,7 +440,7 @@ def other_dropout(lora: Lora) -> list[str]:
 
 
 def unreadable_note(config: Config, lora: Lora) -> list[str]:
-    """Return a line for the user if PEFT cannot read these adapters of such a model, else none."""
+    """Return a note for the user if PEFT cannot read some of these adapters, otherwise nothing."""
     paths = [name[: -len(".lora_A")] for name in adapter_shapes(config, lora)]
     names = UNREADABLE.get(config.family, ())
     lost = [name for name in names if any(matches(path, name) for path in paths)]

@@ -1,6 +1,6 @@
-"""Names and shapes of one adapter in PEFT's format.
+"""Convert names and shapes of adapters to PEFT's format and back.
 
-    ours                                           in the file, behind `base_model.model.`
+    ours                                           in the file, after `base_model.model.`
     model.layers.0.self_attn.q_proj.lora_A         model.layers.0.self_attn.q_proj.lora_A.weight
     model.layers.0.mlp.experts.down_proj_lora_A    model.layers.0.mlp.experts.lora_A.weight
         [experts, rank, in]                            [experts x rank, in]
@@ -8,8 +8,8 @@
         [experts, out, rank]                           [out, rank x experts]
     ...experts.gate_up_proj_lora_A                 the same, and where both are adapted ...experts.base_layer.lora_A.weight
 
-PEFT's names are those of transformers' modules, which for some families differ from the hub's
-tensors.
+PEFT's names are those of transformers' modules, which differ from the names of stored tensors for
+some families.
 """  # noqa: E501
 
 import re
@@ -22,9 +22,9 @@ from minitrain.formats.families import FAMILIES, PLAIN
 from minitrain.formats.layouts_hf import Config, mamba_parts
 from minitrain.models.mamba import by_group, by_part
 
-# of all names in a file
+# the prefix of all names in an adapter file
 PREFIX = "base_model.model."
-# the part of a block that a Linear is in, if not mlp
+# Linear of Nemotron-H -> the part of our block that holds it; others are in mlp
 MIXERS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
     "in_proj": "mamba",
@@ -33,10 +33,10 @@ MIXERS = {
 
 
 def peft_name(name: str, names: Iterable[str], config: Config) -> str:
-    """Return PEFT's name of an adapter's parameter. names: of all adapters' parameters."""
+    """Return PEFT's name of an adapter parameter. names: of all adapter parameters."""
     path = name[: -len("lora_A")]
     module = path.rstrip("._")
-    # a stack, of the module above
+    # a stack of experts: PEFT names the module that holds it
     if path.endswith("_"):
         module, _, stack = module.rpartition(".")
         if stack != "down_proj" and f"{module}.down_proj_lora_A" in names:
@@ -45,9 +45,9 @@ def peft_name(name: str, names: Iterable[str], config: Config) -> str:
 
 
 def peft_module(path: str, config: Config) -> str:
-    """Return the path of a module, or the end of one, as transformers has it.
+    """Return transformers' path of a module, or of the end of a path.
 
-    In Nemotron-H every part of a layer is a `mixer`.
+    In Nemotron-H attention, Mamba and MLP are all called `mixer`.
     """
     if config.family == "nemotron_h":
         return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path)
@@ -55,9 +55,9 @@ def peft_module(path: str, config: Config) -> str:
 
 
 def our_target(target: str, key: str) -> str:
-    """Return the end of a path as it is here. Parameters are those of experts.
+    """Return our name of a target of PEFT's, the end of a path. key: one of TARGETS.
 
-    A Linear's own name tells which of Nemotron-H's mixers it is in.
+    Parameters are those of experts. In Nemotron-H a Linear's own name shows which mixer holds it.
     """
     last = target.rpartition(".")[2]
     if key == "target_parameters" and target == last:
@@ -80,7 +80,7 @@ def to_peft(name: str, tensor: Tensor, config: Config) -> Tensor:
 
 
 def from_peft(name: str, tensor: Tensor, shape: torch.Size, config: Config) -> Tensor:
-    """Undo `to_peft`. shape: of ours."""
+    """Return PEFT's tensor in the shape of our adapter; the inverse of `to_peft`."""
     parts = mamba_parts(name, config)
     if parts and name.endswith("B"):
         tensor = by_group(tensor, parts, config.mamba.groups)
@@ -96,6 +96,6 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size, config: Config) -> T
 
 
 def _is_separated(name: str, config: Config) -> bool:
-    """Return True if all gate rows come first, then all up rows: in all but GPT-OSS."""
+    """Return True if PEFT has all gate rows before all up rows, as for all families but GPT-OSS."""
     family = FAMILIES.get(config.family, PLAIN)
     return not family.stacked and "gate_up_proj" in name

@@ -1,9 +1,9 @@
-"""Open safetensors files that anybody may have written, find those of a model, and write new ones.
+"""Open safetensors files from untrusted sources, find those of a model, and write new ones.
 
-The package checks a header's claims: every tensor's bytes lie in the file, in turn, without gaps
-or overlaps, and are as many as its shape and type need. So nothing is ever allocated that is not
-there. The length of the header itself is checked here. Of a name that is given twice the last entry
-counts.
+The safetensors package checks a file's header: the bytes of all tensors follow each other without
+gaps or overlaps, are as many as their shapes and types need, and are in the file. So a damaged header
+never causes a large allocation. Only the length of the header is checked here. If a name is given
+twice, the last entry counts.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch import Tensor
 from minitrain.errors import InputError
 from minitrain.formats import wan_names
 from minitrain.formats.json_files import read_json
-from minitrain.formats.magic import kind_of_binary, read_head
+from minitrain.formats.magic import kind_of_binary, kind_of_unfinished, read_head
 
 DTYPES = {
     "F64": torch.float64,
@@ -29,18 +29,18 @@ DTYPES = {
 }
 # dtypes of stored weights that are not quantized, in safetensors' spelling
 FLOATS = tuple(DTYPES)
-# bytes, enough for 100,000 tensors; the package would parse 100 MB for half a minute
+# bytes, enough for 100,000 tensors; the package would need half a minute to parse 100 MB
 LONGEST_HEADER = 16 << 20
-# of weight files: transformers', diffusers'
+# beginnings of the names of weight files: transformers', diffusers'
 STEMS = ("model", wan_names.STEM)
-# pickled ones could run any code
+# suffixes of weights that are not read: pickled ones could run any code
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf")
 
 
 def open_tensors(file: str | Path) -> safe_open:
-    """Open a file, to be used in a `with`.
+    """Open a file, for use in a `with` statement.
 
-    Raises InputError for one that is missing, damaged or too large to map.
+    Raises InputError for a file that is missing, damaged or too large to map.
     """
     try:
         head = read_head(file)
@@ -53,13 +53,13 @@ def open_tensors(file: str | Path) -> safe_open:
             raise InputError(f"{file} cannot be read as safetensors: {claim}")
         return safe_open(file, framework="pt")
     except (OSError, ValueError, SafetensorError, MemoryError, RuntimeError) as error:
-        # ValueError: a zero byte in the name; RuntimeError: torch's own, for want of memory
+        # ValueError: a zero byte in the file's name; RuntimeError: torch is out of memory
         whole = " (is the download whole?)" if isinstance(error, SafetensorError) else ""
         raise InputError(f"{file} cannot be read as safetensors: {error}{whole}") from None
 
 
 def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype, as safetensors spells it, of every tensor in the file, by name.
+    """Return the shape and safetensors' name of the dtype of every tensor in a file, by name.
 
     Raises InputError as `open_tensors` does.
     """
@@ -73,18 +73,18 @@ def read_headers(file: str | Path) -> dict[str, tuple[tuple[int, ...], str]]:
 def write_tensors(
     tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a whole new file. Raises InputError where it cannot be written, on a full disk too.
+    """Write a new file with the usual permissions. Raises InputError, also if the disk is full.
 
-    It gets the rights of any other: from 0.8 on, the package gives them to the owner alone.
+    From version 0.8 on, the safetensors package would give permissions to the owner only.
     """
     try:
         save_file(tensors, file, metadata)
     except SafetensorError as error:
         raise InputError(f"{file} cannot be written: {error}") from None
-    # the mask cannot be read without being set
+    # the only way to read the mask is to set it
     mask = os.umask(0)
     os.umask(mask)
-    # some file systems know no rights
+    # some file systems have no permissions
     with suppress(OSError):
         os.chmod(file, 0o666 & ~mask)
 
@@ -93,16 +93,17 @@ def write_tensors(
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file. dtype: as safetensors spells it."""
+    """A tensor in a file."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
+    # safetensors' name, such as BF16
     dtype: str
 
 
 def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
-    """Return every tensor of the files by name, in their order, from headers alone."""
+    """Return the tensors of the files by name, in their order; read only headers."""
     stored = {}
     for file in files:
         for name, (shape, dtype) in read_headers(file).items():
@@ -113,7 +114,7 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def single_and_index(stem: str) -> tuple[str, str]:
-    """Return the names of a file with all weights, and of the index of several."""
+    """Return the name of a file with all weights, and that of the index of several files."""
     return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
 
 
@@ -129,11 +130,12 @@ def weight_files(path: str | Path) -> list[Path]:
     known = " or ".join(single_and_index(stem)[0] for stem in STEMS)
     others = sorted(file.name for file in path.glob("*.*") if file.suffix in OTHER_WEIGHTS)
     hint = "(save it again with save_pretrained of transformers or diffusers)"
-    hint = f": {others[0]} is not read {hint}" if others else ""
+    hint = f": {others[0]} is not read {hint}" if others else kind_of_unfinished(path)
     raise InputError(f"{path} holds no {known}, nor an index of shards{hint}")
 
 
 def _listed(index: Path) -> list[Path]:
+    """Return the files that an index names. Raises InputError for files of other folders."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InputError(f"{index}: weight_map must map tensor names to file names")

@@ -1,8 +1,8 @@
-"""Read and write config.json and tensor names of Wan, as diffusers has them and Wan's repository.
+"""Convert config.json and tensor names of Wan, in diffusers' form and that of Wan's own code.
 
-Our parameter names are diffusers', but for scale_shift_table, which lies in a module `adaln` of its
-own here. The original ones differ in name only too: no tensor is transposed, split or reordered.
-Reading and writing the files themselves is in hf.py.
+Our parameter names are diffusers', except that scale_shift_table is in a module `adaln`. The original
+code has other names, but the same tensors: none is transposed, split or reordered. hf.py reads and
+writes the files.
 """
 
 import re
@@ -14,15 +14,16 @@ from minitrain.errors import InputError, located
 from minitrain.formats.json_files import read_number, refuse_other_values
 from minitrain.models.wan_config import WanConfig
 
-STEM = "diffusion_pytorch_model"  # of the weight files, in both spellings
-# _class_name in config.json
+# beginning of the names of weight files, in both forms
+STEM = "diffusion_pytorch_model"
+# values of _class_name in config.json
 DIFFUSERS = "WanTransformer3DModel"
 ORIGINAL = "WanModel"
-# for diffusers
+# the only values of keys of diffusers that are supported
 FIXED = dict(cross_attn_norm=True, qk_norm="rms_norm_across_heads", pos_embed_seq_len=None)
-# the only values that Wan's own code has
+# the only values of fields that Wan's own code supports
 ORIGINAL_VALUES = dict(image_dim=(None, 1280), patch_size=((1, 2, 2),))
-# ours -> theirs; a head's width is dim / num_heads there
+# field -> key of Wan's own code, where a head's width is always dim / num_heads
 ORIGINAL_FIELDS = {
     "num_attention_heads": "num_heads",
     "ffn_dim": "ffn_dim",
@@ -31,7 +32,7 @@ ORIGINAL_FIELDS = {
     "out_channels": "out_dim",
     "freq_dim": "freq_dim",
 }
-# Ours -> original, first at the beginning of a name, then anywhere between two dots.
+# beginnings of names: ours -> original
 ORIGINAL_PREFIXES = {
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
@@ -45,6 +46,7 @@ ORIGINAL_PREFIXES = {
     "scale_shift_table": "head.modulation",
     "proj_out": "head.head",
 }
+# parts of all other names, between dots: ours -> original
 ORIGINAL_PARTS = {
     "attn1": "self_attn",
     "attn2": "cross_attn",
@@ -55,12 +57,13 @@ ORIGINAL_PARTS = {
     "add_k_proj": "k_img",
     "add_v_proj": "v_img",
     "norm_added_k": "norm_k_img",
-    "norm2": "norm3",  # the one that has weights is third there
+    # the only norm with weights; in the original code it is the third one
+    "norm2": "norm3",
     "ffn.net.0.proj": "ffn.0",
     "ffn.net.2": "ffn.2",
     "scale_shift_table": "modulation",
 }
-# a block's Linears that can be adapted
+# Linears of a block that can have adapters
 ADAPTED = (
     "attn1.to_q",
     "attn1.to_k",
@@ -75,6 +78,7 @@ ADAPTED = (
     "ffn.net.0.proj",
     "ffn.net.2",
 )
+# end of an adapter tensor's name -> which part of the adapter it is
 ROLES = {
     "lora_A.weight": "A",
     "lora_down.weight": "A",
@@ -85,9 +89,9 @@ ROLES = {
 
 
 def is_wan(raw: dict, file: Path) -> bool:
-    """Return True if config.json `raw` is Wan's, in either spelling.
+    """Return True if config.json `raw` is Wan's, in either form.
 
-    Raises InputError for another of diffusers' models.
+    Raises InputError for other models of diffusers.
     """
     kind = raw.get("_class_name")
     known = (DIFFUSERS, ORIGINAL)
@@ -115,7 +119,7 @@ def original_name(name: str) -> str:
 
 
 def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
-    """Return a dict by stored names, of either kind, by our names. Unknown names stay."""
+    """Return the dict with stored names of either form replaced by ours; unknown names stay."""
     spell = original_name if "head.modulation" in stored else diffusers_name
     ours = {spell(name): name for name in parameters}
     return {ours.get(name, name): value for name, value in stored.items()}
@@ -123,10 +127,7 @@ def rename_to_ours(stored: dict, parameters: Iterable[str]) -> dict:
 
 @cache
 def linears_by_spelling() -> dict[str, str]:
-    """Return our names of ADAPTED, by both spellings.
-
-    Those have `_` for each dot, as kohya's programs join them.
-    """
+    """Return our names of ADAPTED by their names in both forms, with `_` for dots as in kohya's."""
     return {
         spell(f".{linear}")[1:].replace(".", "_"): linear
         for linear in ADAPTED
@@ -135,7 +136,7 @@ def linears_by_spelling() -> dict[str, str]:
 
 
 def adapter_place(key: str) -> tuple[str, str] | None:
-    """Return the Linear that an adapter file's tensor belongs to, by our name, and A, B or alpha.
+    """Return our name of the Linear that an adapter file's tensor belongs to, and A, B or alpha.
 
     transformer.blocks.0.attn1.to_q.lora_A.weight           diffusers
     diffusion_model.blocks.0.self_attn.q.lora_A.weight      ComfyUI, diffusion-pipe; also lora_down, and alpha beside it
@@ -153,14 +154,13 @@ def adapter_place(key: str) -> tuple[str, str] | None:
 def config_from_json(raw: dict, file: Path, stored: dict) -> WanConfig:
     """Return the config that config.json `raw` describes.
 
-    stored: the checkpoint's tensors by name, each with a `.shape`; the original config.json leaves
-    some sizes to them. Raises InputError, naming `file`, for what the network would not compute
-    exactly.
+    stored: the checkpoint's tensors by name, each with a `.shape`, because the original config.json
+    lacks some sizes. Raises InputError, naming `file`, for settings that `Wan` does not compute.
     """
     with located(file):
         diffusers = raw["_class_name"] == DIFFUSERS
         fields = _from_diffusers(raw) if diffusers else _from_original(raw, stored)
-        # both spellings may leave these out
+        # both forms may omit these
         eps = read_number(raw, "eps", float, 1e-6)
         patch = raw.get("patch_size", [1, 2, 2])
         if not 0 < eps <= 1:
@@ -185,9 +185,9 @@ def _from_diffusers(raw: dict) -> dict:
 def _from_original(raw: dict, stored: dict) -> dict:
     """Return the fields of `WanConfig` from a config.json of Wan's own code.
 
-    Wan 2.1's and 2.2's image-to-video models have the same config.json, but only the former see
-    CLIP features. ti2v, Wan 2.2's of 5B, is text to video in its network; of an image it takes the
-    first frame, as latents.
+    The image-to-video models of Wan 2.1 and 2.2 have the same config.json, but only 2.1's use CLIP
+    features. The network of Wan 2.2's 5B model, ti2v, is a text-to-video one: an image is given to it
+    as the latents of the first frame.
     """
     kind = raw.get("model_type")
     if kind not in ("t2v", "i2v", "ti2v"):
@@ -206,6 +206,7 @@ def _from_original(raw: dict, stored: dict) -> dict:
 
 
 def _inputs(stored: dict, name: str) -> int | None:
+    """Return the number of columns of a stored matrix; None if there is none."""
     return stored[name].shape[1] if name in stored and len(stored[name].shape) == 2 else None
 
 
@@ -222,7 +223,7 @@ def config_to_json(config: WanConfig) -> dict:
 
 
 def config_to_original_json(config: WanConfig) -> dict:
-    """Return config.json for Wan's own code. Raises InputError for sizes that it cannot have."""
+    """Return config.json for Wan's own code. Raises InputError for sizes that it does not support."""
     for field, known in ORIGINAL_VALUES.items():
         given = getattr(config, field)
         if given not in known:

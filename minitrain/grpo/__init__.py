@@ -4,6 +4,7 @@ In the order of reading:
 
     policy_loop      the steps: sample, reward, train, bring the new weights to the sampler
     rollouts         groups of responses, and their rewards; evaluation
+    environments     what samples talk to before they end: tools, games, users
     rewards          what a response is worth: `exact`, `math`, or your own function
     advantages       how much better a response is than the others of its prompt
     batches          responses packed into micro-batches

@@ -23,8 +23,9 @@ class Response:
     """One response to a prompt.
 
     group: number of its prompt in the step.
-    log_probs: of each response token when it was sampled.
-    truncated: it reached the length limit before its end.
+    log_probs: of each response token when it was sampled; 0 for those of an environment.
+    given: (first, end) of the response's tokens that an environment said, between its `turns`.
+    truncated: it reached a limit before its end. failure: of its environment.
     score: of the reward function. reward: the score less the penalty for length.
     no_signal: share of the groups sampled for its step, replaced ones included, whose scores are
     all equal.
@@ -46,6 +47,16 @@ class Response:
     problems: int = 0
     settings: str = ""
     sampled: dict[str, float] = field(default_factory=dict)
+    given: list[list[int]] = field(default_factory=list)
+    turns: int = 0
+    failure: str = ""
+
+    def drawn(self) -> np.ndarray:
+        """Return which tokens of the response the policy has drawn, bool [tokens]."""
+        drawn = np.ones(len(self.response), bool)
+        for first, end in self.given:
+            drawn[first:end] = False
+        return drawn
 
 
 def pack_micro_batches(
@@ -86,27 +97,30 @@ def response_sample(rollout: Response, advantage: float, config: Config) -> Exam
     # how many these are
     before = len(rollout.prompt) - 1
     size = len(rollout.response)
+    drawn = rollout.drawn()
     filtered = config.grpo.overlong_filter and rollout.truncated
 
     def column(values):
         values = np.broadcast_to(np.asarray(values, np.float32), size)
         return np.concatenate([np.zeros(before, np.float32), values])
 
-    return reply_sample(rollout.prompt, rollout.response, not filtered) | {
-        "advantages": column(advantage),
+    weight = 1 / max(1, drawn.sum()) if config.grpo.aggregation == "sequence" else 1.0
+    return reply_sample(rollout.prompt, rollout.response, drawn & (not filtered)) | {
+        "advantages": column(advantage * drawn),
         "sampled": column(rollout.log_probs),
-        "weights": column(1 / size if config.grpo.aggregation == "sequence" else 1.0),
+        "weights": column(weight * drawn),
         "starts": column((np.arange(size) == 0) & (not filtered)),
     }
 
 
-def reply_sample(prompt: list[int], reply: list[int], learned: bool = True) -> Example:
-    """Return a prompt with a reply; unless `learned`, no token is a label."""
+def reply_sample(
+    prompt: list[int], reply: list[int], learned: bool | np.ndarray = True
+) -> Example:
+    """Return a prompt with a reply, of which the `learned` tokens, bool [reply], are labels."""
     tokens = np.array(prompt + reply, np.int64)
     # [tokens - 1]: the next tokens, but for those of the prompt
-    labels = np.where(
-        (np.arange(len(tokens) - 1) < len(prompt) - 1) | (not learned), IGNORE, tokens[1:]
-    )
+    labels = np.full(len(tokens) - 1, IGNORE)
+    labels[len(prompt) - 1 :] = np.where(learned, reply, IGNORE)
     return {"tokens": tokens[:-1], "labels": labels}
 
 

@@ -60,6 +60,7 @@ from torch.nn import Module
 from minitrain.settings import GRPO
 from minitrain.training.log_probs import call, linear_log_probs
 from minitrain.training.loss import IGNORE
+from minitrain.training.mtp_loss import FurtherLoss
 from minitrain.training.packing import Batch
 
 # log-ratios are clamped to +- this before exp, which would overflow
@@ -181,13 +182,17 @@ class PolicyGradient:
     weights: of the label in the sum. starts: 1 at a sequence's first label.
 
     temperature: that of the sampler. longest: tokens of the longest possible response.
+    further: the loss of multi-token prediction, if that is trained along, on the responses.
     """
 
     # config_checks.py refuses cp with terms of whole sequences
     layouts = ("cp", "pp")
 
-    def __init__(self, settings: GRPO, temperature: float, longest: int):
+    def __init__(
+        self, settings: GRPO, temperature: float, longest: int, further: FurtherLoss | None = None
+    ):
         self.settings = settings
+        self.further = further
         self.temperature = temperature
         self.longest = longest
         self.totals: dict[str, Tensor] = {}
@@ -201,7 +206,7 @@ class PolicyGradient:
 
     def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the weighted sum of token losses of a batch [micro, seq], a scalar."""
-        return call(model, batch, partial(self.head, batch))
+        return call(model, batch, partial(self.head, batch), self.further)
 
     def head(self, batch: Batch, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted sum of token losses, a scalar. The model calls this as its head.
@@ -222,24 +227,31 @@ class PolicyGradient:
             self.totals[name] = self.totals.get(name, 0) + (value * valid).sum()
 
     def sums(self) -> Tensor:
-        """Return the step's sums, and first the number of response tokens, [2 + terms], fp32."""
+        """Return the step's sums, [2 + terms], and those of multi-token prediction.
+
+        The first is the number of response tokens.
+        """
         # only a pipeline's last stage has sums; the others take part with zeros
         device = next((value.device for value in self.totals.values()), None)
         names = ["tokens", "entropy", *TERMS]
         values = [torch.as_tensor(self.totals.get(name, 0.0), device=device) for name in names]
         self.totals = {}
-        return torch.stack(values)
+        sums = torch.stack(values)
+        return torch.cat([sums, self.further.take_sums(training=True)]) if self.further else sums
 
     def metrics(self, sums: list[float]) -> dict[str, float]:
         """Return the means of entropy and of `token_losses`'s terms over the step's response tokens.
 
         They are NaN if there is no token.
         """
-        tokens, *totals = sums
-        return {
+        count = 2 + len(TERMS)
+        tokens, *totals = sums[:count]
+        means = {
             name: total / tokens if tokens else math.nan
             for name, total in zip(["entropy", *TERMS], totals, strict=True)
         }
+        further = self.further.metrics(sums[count:], training=True) if self.further else {}
+        return means | further
 
 
 TERMS = (

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from minitrain.grpo.batches import ProblemSet
+from minitrain.grpo.environments import Dialog, Environment, Environments
 from minitrain.grpo.offload import Memory
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rewards import Reward
@@ -52,7 +53,7 @@ class Ranks(NamedTuple):
     """Which ranks do what; where they are colocated, all do both.
 
     samplers, everyone: the sampling ranks, and all, on gloo.
-    tp: this rank's and the others of one sampler.
+    tp: this rank's and the others of one sampler. sampler: the same on gloo, None if it is alone.
     """
 
     training: range
@@ -60,6 +61,7 @@ class Ranks(NamedTuple):
     samplers: ProcessGroup
     everyone: ProcessGroup
     tp: DeviceMesh
+    sampler: ProcessGroup | None = None
 
 
 class PolicyLoop:
@@ -69,7 +71,8 @@ class PolicyLoop:
 
     meshes: of the training ranks. problems, held_out: to train on, and to evaluate on. ends: the
         tokens that end a response.
-    fill: see `build_model`.
+    fill: see `build_model`. talk: with environments, makes an environment, and a Dialog.
+    draft: what guesses the samplers' next tokens, if a model of its own does.
     record(groups, step): called by all ranks with the responses of a step, before it trains.
     """
 
@@ -85,6 +88,8 @@ class PolicyLoop:
         reward: Reward,
         fill: Callable[[Config, Module], None],
         record: Callable[[list[Group], int], None],
+        talk: tuple[Callable[[], Environment], Callable[[], Dialog]] | None = None,
+        draft: Decoder | None = None,
     ):
         self.config = config
         self.problems = problems
@@ -97,6 +102,8 @@ class PolicyLoop:
         self.taken = 0
         # by PHASES, of the current step
         self.seconds = Counter()
+        # how many tokens were drafted and accepted in the current step
+        self.drafts = Counter()
         # the sampler's memory is the trainer's in between
         self.frees = self.colocated and not config.grpo.keep_cache
         rank = dist.get_rank()
@@ -111,9 +118,10 @@ class PolicyLoop:
             replicas = len(ranks.sampling) // config.rollout.tp
             samples = most_samples(config, replicas)
             longest = config.batch.seq_len + 1
-            sampler = Sampler(model, tokenizer, config.rollout, samples, longest)
+            sampler = Sampler(model, tokenizer, config.rollout, samples, longest, draft)
+            play = talk and partial(Environments, config, *talk, group=ranks.sampler)
             self.worker = RolloutWorker(
-                config, sampler, tokenizer, ends, reward, replica, replicas, ranks.samplers
+                config, sampler, tokenizer, ends, reward, replica, replicas, ranks.samplers, play
             )
         kept = {}
         lost = {}
@@ -179,8 +187,8 @@ class PolicyLoop:
             yield {"step": step + 1} | learned | describe_responses(groups) | timing
             began = time.perf_counter()
 
-    def collect(self) -> tuple[list[Group], float] | None:
-        """Return the next step's groups and their seconds; nothing on a rank that only trains."""
+    def collect(self) -> tuple[list[Group], tuple] | None:
+        """Return the next step's groups, and seconds and drafts; nothing on a rank that only trains."""
         if not self.worker:
             return None
         with self.phase("generation"):
@@ -188,12 +196,14 @@ class PolicyLoop:
             self.taken = groups[0][0].problems
             if self.frees:
                 self.worker.sampler.free()
-        return groups, self.seconds["generation"]
+        self.drafts += self.worker.draft_counts()
+        return groups, (self.seconds["generation"], self.drafts)
 
-    def share(self, collected: tuple[list[Group], float] | None, step: int) -> list[Group]:
+    def share(self, collected: tuple[list[Group], tuple] | None, step: int) -> list[Group]:
         """Share what was collected for `step` with all ranks, and record it."""
         with self.phase("refit"):
-            groups, self.seconds["generation"] = self.tell(collected, self.first_sampler)
+            groups, measured = self.tell(collected, self.first_sampler)
+            self.seconds["generation"], self.drafts = measured
             self.record(groups, step)
         return groups
 
@@ -216,20 +226,33 @@ class PolicyLoop:
             found = self.worker.evaluate(self.held_out or self.problems, count)
             numbers = {f"val_{name}": value for name, value in found.items()}
             # as a run finds it that resumes here
+            self.worker.draft_counts()
             sampler = self.worker.sampler
             sampler.free() if self.frees else sampler.forget()
         return self.tell(numbers, self.first_sampler)
 
     def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
-        """Return seconds of the step and its phases, and tokens, those of prompts and responses."""
+        """Return seconds of the step and its phases, and tokens, those of prompts and responses.
+
+        And, with drafts, the share of them that was right, and how many there were a second.
+        """
         tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
         phases = {f"{name}_s": self.seconds[name] for name in PHASES}
+        rates = {}
+        if drafted := self.drafts["drafted"]:
+            accepted = self.drafts["accepted"]
+            rates = {
+                "draft_acceptance": accepted / drafted,
+                "drafted_per_sec": drafted / self.seconds["generation"],
+                "accepted_per_sec": accepted / self.seconds["generation"],
+            }
         self.seconds.clear()
-        return phases | {
-            "step_time_s": seconds,
-            "step_tokens": tokens,
-            "tokens_per_sec": tokens / seconds,
-        }
+        self.drafts = Counter()
+        return (
+            phases
+            | rates
+            | {"step_time_s": seconds, "step_tokens": tokens, "tokens_per_sec": tokens / seconds}
+        )
 
 
 def describe_responses(groups: list[Group]) -> dict[str, float]:

@@ -17,6 +17,7 @@ something beside it makes another of it (CHANGING). Left out: symbolic equality 
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import traceback
@@ -302,8 +303,8 @@ def overlong(tokens: int, longest: int, buffer: int, penalty: float) -> float:
     return -penalty * min(max(tokens - longest + buffer, 0) / buffer, 1) if buffer else 0.0
 
 
-def call(name: str, about: str, function: Callable, *arguments: Any) -> Any:
-    """Call what belongs to the reward `name`; whatever it raises becomes one line, an InputError."""
+def call(setting: str, about: str, function: Callable, *arguments: Any) -> Any:
+    """Call what a setting names; whatever it raises becomes one line, an InputError."""
     try:
         return function(*arguments)
     # it is the user's code, which can raise anything
@@ -312,7 +313,7 @@ def call(name: str, about: str, function: Callable, *arguments: Any) -> Any:
         last = traceback.extract_tb(error.__traceback__)[-1]
         what = traceback.format_exception_only(error)[-1].partition("\n")[0]
         raise InputError(
-            f"grpo.reward={name} raised {what} {about}, at {last.filename}:{last.lineno}"
+            f"{setting} raised {what} {about}, at {last.filename}:{last.lineno}"
         ) from error
 
 
@@ -327,7 +328,7 @@ def reward_state(reward: Reward, name: str) -> Any:
 
     Raises InputError if JSON would not give back what it is.
     """
-    state = call(name, "in state_dict()", reward.state_dict)
+    state = call(f"grpo.reward={name}", "in state_dict()", reward.state_dict)
     try:
         copy = json.loads(json.dumps(state))
     except (TypeError, ValueError, RecursionError):
@@ -354,15 +355,22 @@ def load_reward(name: str) -> Reward:
 
 
 def load_function(setting: str, name: str, example: dict, others: str = "") -> Callable:
-    """Return the function at `package.module:name`; modules in the current folder are found, too.
+    """Return the function at `package.module:name`, or `path/to/file.py:name`.
+
+    Modules in the current folder are found, too.
 
     setting: tells where the name stands. example: arguments that it must take, by order. others:
     what else the setting may be. Raises InputError if there is no such function.
     """
     module, _, function = name.partition(":")
-    if not module or not function or module.startswith("."):
+    is_file = module.endswith(".py")
+    if not module or not function or (module.startswith(".") and not is_file):
         raise InputError(f"{setting} is not {others}package.module:function")
     sys.path.append("")
+    if is_file and os.path.isfile(path := os.path.expanduser(module)):
+        # as python FILE does
+        sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+        module = os.path.basename(path).removesuffix(".py")
     try:
         found = getattr(importlib.import_module(module), function)
     # a module can raise whatever Python raises, as a reward can (rollouts.py)

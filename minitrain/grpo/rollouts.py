@@ -6,6 +6,8 @@ randomness depends on (seed, number of its problem, number in its group) alone.
 
 import hashlib
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
@@ -15,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem, ProblemSet, Response
+from minitrain.grpo.environments import Environments, Episode
 from minitrain.grpo.rewards import Reward, call, keeps_state, overlong, reward_state
 from minitrain.parallel.agreement import gather
 from minitrain.rollout.engine import Sampler
@@ -29,6 +32,8 @@ class RolloutWorker:
     """Samples groups of responses with `sampler`, and rewards them, with the other replicas.
 
     ends: the tokens that end a response. reward: see grpo/rewards.py.
+    play: makes what lets samples talk to environments, which reward them then, from the sampler and
+        `longest`.
     replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.
     """
 
@@ -42,6 +47,7 @@ class RolloutWorker:
         replica: int,
         replicas: int,
         group: ProcessGroup,
+        play: Callable[[Sampler, Callable[[int], int]], Environments] | None = None,
     ):
         self.config = config
         self.sampler = sampler
@@ -51,6 +57,7 @@ class RolloutWorker:
         self.replica = replica
         self.replicas = replicas
         self.group = group
+        self.environments = play and play(sampler, self.longest)
 
     def collect(self, problems: ProblemSet, first: int) -> list[Group]:
         """Return the groups of a step, on all replicas.
@@ -87,6 +94,17 @@ class RolloutWorker:
             for number, group in enumerate(groups)
         ]
 
+    def draft_counts(self) -> Counter[str]:
+        """Return how many tokens all samplers have drafted, and accepted, since the last call."""
+        drafter = self.sampler.drafter
+        if drafter is None:
+            return Counter()
+        counts = drafter.counts
+        drafter.counts = Counter()
+        total = sum(gather(counts, self.group), Counter())
+        # the ranks of one sampler have the same
+        return Counter({name: total[name] // self.config.rollout.tp for name in total})
+
     def sample(
         self, problems: list[Problem], first: int, n: int, greedy: bool = False
     ) -> list[Group]:
@@ -94,30 +112,43 @@ class RolloutWorker:
         # replicas take the problems in turn
         mine = range(self.replica, len(problems), self.replicas)
         requests = [self.request(problems[i], first + i, n, greedy) for i in mine]
-        prompts = [problems[i].prompt for i in mine]
+        own = [problems[i] for i in mine]
         # n for each prompt, in order
-        completions = self.sampler.generate(prompts, requests) if requests else []
+        sampled = []
+        if self.environments:
+            sampled = self.played(own, requests)
+        elif requests:
+            sampled = self.sampler.generate([problem.prompt for problem in own], requests)
+        finish = self.scored if self.environments else self.rewarded
         groups = {}
         tp = self.config.rollout.tp
         # the ranks of one sampler all have its responses: each rewards some of them
         for k in range(dist.get_rank() % tp, len(mine), tp):
-            own = completions[k * n : (k + 1) * n]
-            groups[mine[k]] = [
-                self.rewarded(mine[k], problems[mine[k]], completion) for completion in own
-            ]
+            each = sampled[k * n : (k + 1) * n]
+            groups[mine[k]] = [finish(mine[k], own[k], sample) for sample in each]
         every = {i: group for share in gather(groups, self.group) for i, group in share.items()}
         return [every[i] for i in sorted(every)]
 
     def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
         temperature = 0.0 if greedy else self.config.rollout.temperature
-        limit = self.longest(problem)
+        limit = max(1, self.longest(len(problem.prompt)))
         seed = self.seed(number)
         return SamplingParams(
             temperature, max_tokens=limit, n=n, stop_tokens=self.ends, seed=seed, ignore_eos=True
         )
 
-    def longest(self, problem: Problem) -> int:
-        """Return the most tokens of a response.
+    def played(self, problems: list[Problem], requests: list[SamplingParams]) -> list[Episode]:
+        """Return the n samples of each problem, which have talked to their environments."""
+        episodes = [
+            Episode(problem, request, group, number)
+            for group, (problem, request) in enumerate(zip(problems, requests, strict=True))
+            for number in range(request.n)
+        ]
+        self.environments.play(episodes)
+        return episodes
+
+    def longest(self, prompt: int) -> int:
+        """Return the most tokens of a response to a prompt of so many.
 
         Prompt and response fit into the model's positions, and, but for the last token, into a row
         of batch.seq_len.
@@ -125,7 +156,7 @@ class RolloutWorker:
         positions = min(
             self.config.batch.seq_len + 1, self.config.model.config.max_position_embeddings
         )
-        return min(self.config.rollout.max_tokens, positions - len(problem.prompt))
+        return min(self.config.rollout.max_tokens, positions - prompt)
 
     def seed(self, number: int) -> int:
         # 31 bits, of the run's seed and the problem's number
@@ -134,16 +165,11 @@ class RolloutWorker:
 
     def rewarded(self, group: int, problem: Problem, completion: Completion) -> Response:
         """Return a completion with its text, its score, and its reward: score less penalty."""
-        grpo = self.config.grpo
         ended = completion.finish_reason == "stop"
         tokens = completion.tokens
         # without the token that ends it
         text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
         score = self.score(text, problem)
-        longest = self.longest(problem)
-        reward = score + overlong(
-            len(tokens), longest, min(grpo.overlong_buffer, longest), grpo.overlong_penalty
-        )
         return Response(
             group,
             problem.prompt,
@@ -151,25 +177,51 @@ class RolloutWorker:
             completion.logprobs,
             not ended,
             score,
-            reward,
+            score + self.penalty(problem.prompt, tokens),
             text,
             problem.answer,
         )
+
+    def scored(self, group: int, problem: Problem, episode: Episode) -> Response:
+        """Return an episode as a response, whose text shows all turns and their marks."""
+        tokens = episode.response
+        # of an environment that has failed before there was one
+        prompt = episode.prompt or [self.ends[0]]
+        return Response(
+            group,
+            prompt,
+            tokens,
+            episode.log_probs,
+            episode.truncated,
+            episode.score,
+            episode.score + self.penalty(prompt, tokens),
+            self.tokenizer.decode(tokens, special=True),
+            problem.answer,
+            given=episode.given,
+            turns=episode.turns,
+            failure=episode.failure,
+        )
+
+    def penalty(self, prompt: list[int], tokens: list[int]) -> float:
+        """Return what the length of a response takes from its score: 0, or less."""
+        grpo = self.config.grpo
+        longest = self.longest(len(prompt))
+        buffer = min(grpo.overlong_buffer, longest)
+        return overlong(len(tokens), longest, buffer, grpo.overlong_penalty)
 
     def score(self, text: str, problem: Problem) -> float:
         """Return the reward function's value. Raises InputError if it fails or is not finite."""
         name = self.config.grpo.reward
         response = f"for the response {text[:80]!r}"
-        given = call(name, response, self.reward, text, problem.answer, problem.row)
+        setting = f"grpo.reward={name}"
+        given = call(setting, response, self.reward, text, problem.answer, problem.row)
         try:
             score = float(given)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             # RuntimeError: a tensor with several elements
             score = math.nan
         if not math.isfinite(score):
-            raise InputError(
-                f"grpo.reward={name} returned {given!r} {response}, and not a finite number"
-            )
+            raise InputError(f"{setting} returned {given!r} {response}, and not a finite number")
         return score
 
     def evaluate(self, problems: ProblemSet, count: int) -> dict[str, float]:
@@ -224,13 +276,20 @@ def averages(groups: list[Group]) -> dict[str, float]:
     values = rewards(groups)
     responses = list(chain(*groups))
     lengths = [len(response.response) for response in responses]
-    return {
+    numbers = {
         "reward": values.mean().item(),
         "reward_std": values.std().item(),
         "length": sum(lengths) / len(lengths),
         "longest": max(lengths),
         "truncated": sum(response.truncated for response in responses) / len(responses),
     }
+    if any(response.turns or response.failure for response in responses):
+        given = sum(end - first for response in responses for first, end in response.given)
+        # replies of a sample, tokens that its environment said, and environments that failed
+        numbers["turns"] = sum(response.turns for response in responses) / len(responses)
+        numbers["given"] = given / len(responses)
+        numbers["failed"] = sum(bool(response.failure) for response in responses) / len(responses)
+    return numbers
 
 
 def sampling_settings(config: Config) -> str:
@@ -250,6 +309,9 @@ def sampling_settings(config: Config) -> str:
         grpo.answer_key,
         grpo.mock_digits,
         grpo.reward,
+        grpo.environment,
+        grpo.turns,
+        grpo.environment_failure,
         grpo.overlong_buffer,
         grpo.overlong_penalty,
     )

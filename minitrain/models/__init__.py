@@ -3,7 +3,7 @@
 Here: shapes as data (decoder_config, wan_config, limits) and the published ones (zoo); the
 language model (decoder, with attention, mla, moe, router, mamba, layers, rope_scaling) and the
 diffusion transformer (wan, video); kernels (flex, grouped_mm, quantize); variants of modules
-(variants; lora, fp8); cpu.py, the only file that knows a CPU's library.
+(variants; lora; fp8, fp8_forms); cpu.py, the only file that knows a CPU's library.
 Not here: processes, meshes, losses, files. Models name the points where those take hold: see the
 head of variants.py, the three ways of changing a model.
 

@@ -162,9 +162,8 @@ class Decoder(nn.Module):
         cache: the KV cache of each layer, by its number (rollout/caches.py). Then x is one sequence
             [1, tokens] of parts of several, which the cache tells apart, with positions and without
             document ids.
-        further: called for each depth of multi-token prediction, 0, 1, ..., with its number, its
-            hidden states and the head's weight; what it returns is added to the result.
-        next_tokens: for `further`, int [batch, seq, depths]: the tokens 1, 2, ... after each one.
+        further: called for each depth of multi-token prediction with its number, hidden states and
+            the head's weight; the result is added. next_tokens: int [batch, seq, depths], for it.
         """
         if labels is not None and head is None:
             raise InputError(

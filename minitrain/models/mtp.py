@@ -4,11 +4,10 @@ The head predicts token i + 1 from h_i, the final norm's output. Depth k = 1, 2,
 more, which predicts token i + 1 + k, and uses embedding and head of the model:
 
     x_i = eh_proj [enorm(embedding of token i + k), hnorm(h_i of depth k - 1)]
-    h_i = shared_head.norm(block(x)_i)                                            h of depth 0: the model's
+    h_i = shared_head.norm(block(x)_i)
 
-As a loss beside next-token prediction it makes the model plan ahead; training/mtp_loss.py has that loss. In
-the sampler the depths draft tokens, which the model accepts or not. A file has depth k as layer
-num_layers + k - 1, with these names.
+The loss is in training/mtp_loss.py. In the sampler a depth can draft tokens, which the model
+accepts or not. A file has depth k as layer num_layers + k - 1, with these names.
 
 The report does not say whether depth 1 gets h before or after the final norm. Megatron-LM trains
 it after, and vLLM and SGLang serve DeepSeek-V3's own layer so; torchtitan trains it before.

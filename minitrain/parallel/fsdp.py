@@ -83,6 +83,7 @@ def shard(
     if holders:
         # FSDP gathers a unit when one of its modules is called, but nothing calls these
         model.register_forward_pre_hook(lambda module, inputs: holders[0].unshard())
+    gather_once(model, [module for unit in units if is_frozen(unit[0]) for module in unit])
     set_prefetch(units, prefetch)
     sum_gradients(model, mesh, for_experts)
 
@@ -90,6 +91,28 @@ def shard(
 def expert_stacks(model: Module) -> list[Module]:
     """Return what the modules with an exchange point `dispatch` hand to it: see expert.py."""
     return [module.experts for module in model.modules() if hasattr(module, "dispatch")]
+
+
+def is_frozen(module: Module) -> bool:
+    return not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def gather_once(model: Module, units: list[Module]) -> None:
+    """Gather units in the model's first forward pass, which may never call them.
+
+    The backward pass asks all for their gradients, and fails for one that was never gathered (torch
+    2.13). What is trained must be used, or its optimizer would have no gradient.
+    """
+
+    def gather(*_) -> None:
+        hook.remove()
+        for unit in units:
+            unit.unshard()
+            unit.reshard()
+
+    if units:
+        # after FSDP's own, which makes the streams
+        hook = model.register_forward_pre_hook(gather)
 
 
 def set_prefetch(units: list[list[Module]], prefetch: int) -> None:

@@ -9,6 +9,10 @@ some of it, tensor-parallel ones too. One all-reduce per mesh dimension serves a
 weight has the same FP8 numbers in any layout. An expert has a scale of its own, reduced over the
 ranks that hold some of it. (Scales of activations are reduced in tensor.py.)
 
+With blocks of 128 x 128 (models/fp8_forms.py) the scales are gathered as the numbers are, if every
+shard has whole blocks. FSDP gathers other weights in bf16, and `gathered_wide` counts them: those
+whose blocks a shard would cut, and forms that round a weight twice, which would be as many bytes.
+
 Memory: one byte more per parameter of the shards, one byte less per gathered parameter. The
 backward pass needs transposed weights. With `keep_transposed` transposed copies stay until the
 weights change, for one byte per parameter of the full weights: for layouts that keep weights
@@ -21,7 +25,9 @@ gathered bytes go to the module. FSDP gets a `weight_placeholder` without memory
 which receives the gradient.
 """
 
+import math
 import weakref
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -33,8 +39,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from minitrain.models.fp8 import Fp8Experts, Fp8Linear, pad_rows, transposed, weight_placeholder
-from minitrain.models.quantize import E4M3, cast, largest, power_of_two_scale
+from minitrain.models.fp8_forms import FORMS
+from minitrain.models.quantize import (
+    E4M3,
+    WHOLE,
+    Block,
+    cast,
+    largest,
+    pad_rows,
+    power_of_two_scale,
+    quantize,
+    transposed,
+    weight_placeholder,
+)
 
 
 def gather_in_fp8(model: Module, keep_transposed: bool) -> None:
@@ -42,14 +59,17 @@ def gather_in_fp8(model: Module, keep_transposed: bool) -> None:
 
     keep_transposed: keep transposed copies of gathered weights, see above.
     """
-    linears = [(module, "weight") for module in model.modules() if isinstance(module, Fp8Linear)]
-    experts = [module for module in model.modules() if isinstance(module, Fp8Experts)]
-    stacks = [(module, name) for module in experts for name in (module.first, "down_proj")]
-    for owners in filter(None, (linears, stacks)):
+    owners = [each for each in fp8_weights(model) if shards_have_whole_blocks(*each)]
+    # stacks of experts have a mesh of their own
+    stacks = [each for each in owners if each[0].get_parameter(each[1]).ndim > 2]
+    linears = [each for each in owners if each not in stacks]
+    for alike in filter(None, (linears, stacks)):
         shards = Fp8Shards(
-            [module.get_parameter(name) for module, name in owners], keep_transposed
+            [module.get_parameter(name) for module, name in alike],
+            keep_transposed,
+            block_of(alike[0][0]),
         )
-        for number, (module, name) in enumerate(owners):
+        for number, (module, name) in enumerate(alike):
             module.shards = getattr(module, "shards", {}) | {name: (shards, number)}
             # FSDP asks this very object; to_local() may return another
             shard = shards.weights[number]._local_tensor
@@ -57,20 +77,53 @@ def gather_in_fp8(model: Module, keep_transposed: bool) -> None:
             shard.fsdp_post_all_gather = after_gather
 
 
+def gathered_wide(model: Module) -> int:
+    """Return of how many FP8 weights FSDP gathers the parameters, not the FP8 numbers."""
+    return sum(name not in getattr(module, "shards", {}) for module, name in fp8_weights(model))
+
+
+def fp8_weights(model: Module) -> Iterator[tuple[Module, str]]:
+    """Yield the modules that multiply in FP8, with the name of each weight: see `to_fp8`."""
+    for module in model.modules():
+        for name in getattr(module, "gathered", ()):
+            yield module, name
+
+
+def block_of(module: Module) -> Block:
+    """Return which rows and columns of the module's weights share a scale."""
+    return FORMS[module.form].weight_block
+
+
+def shards_have_whole_blocks(module: Module, name: str) -> bool:
+    """Return whether FSDP can gather a weight's FP8 numbers with scales from its shards."""
+    rows, _ = block = block_of(module)
+    weight = module.get_parameter(name)
+    if block == WHOLE:
+        return True
+    if not FORMS[module.form].turns or weight.ndim > 2:
+        return False
+    sizes = zip(weight.placements, weight.device_mesh.shape, strict=True)
+    # torch's strided shards, of tensor parallelism and FSDP together, do not answer is_shard
+    ranks = math.prod(size for placement, size in sizes if getattr(placement, "dim", None) == 0)
+    return len(weight) % (rows * ranks) == 0
+
+
 class Fp8Shards:
     """This rank's shards of weights in FP8, rounded again at their first use after a change.
 
-    weights: DTensors on one mesh, with one scale each: all [out, in], or all stacks
-        [experts, out, in] of which each rank has one expert.
+    weights: DTensors on one mesh: all [out, in], or all stacks [experts, out, in] of which each
+        rank has one expert.
+    block: that share a scale: whole weights, or blocks that no shard cuts.
     A change is a step of any optimizer, unless the weight is frozen, or a write to a weight or its
     local tensor. A `foreach` operation on DTensors outside of an optimizer goes unnoticed.
     """
 
-    def __init__(self, weights: list[DTensor], keep_transposed: bool):
+    def __init__(self, weights: list[DTensor], keep_transposed: bool, block: Block = WHOLE):
         self.weights = weights
+        self.block = block
         self.keep_transposed = keep_transposed
         self.steps = 0
-        # by weight: its `state` when rounded, its FP8 shard and inverse scale, a transposed copy
+        # by weight: its `state` when rounded, its FP8 shard and inverse scales, a transposed copy
         self.seen: list[tuple | None] = [None] * len(weights)
         self.shards: list[tuple[Tensor, Tensor] | None] = [None] * len(weights)
         self.copies: list[Tensor | None] = [None] * len(weights)
@@ -83,8 +136,9 @@ class Fp8Shards:
         return self.steps * weight.requires_grad, weight._version, weight._local_tensor._version
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return a shard, FP8 [out / ranks, in] or [1, ...], and its inverse scale, fp32 [].
+        """Return a shard, FP8 [out / ranks, in] or [1, ...], and its inverse scales, fp32.
 
+        These are [] for a whole weight, else of the shard's blocks.
         All ranks of the mesh call this together.
         """
         if self.seen[number] != self.state(number):
@@ -96,6 +150,17 @@ class Fp8Shards:
     def update(self, changed: list[int]) -> None:
         """Round the weights of these numbers again."""
         parts = [self.weights[number].to_local() for number in changed]
+        if self.block == WHOLE:
+            rounded = self.round_whole(parts)
+        else:
+            rounded = (quantize(part, E4M3, self.block) for part in parts)
+        for number, pair in zip(changed, rounded, strict=True):
+            self.shards[number] = pair
+            self.copies[number] = None
+            self.seen[number] = self.state(number)
+
+    def round_whole(self, parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shards in FP8 and inverse scales of the full weights, fp32 []."""
         mesh = self.weights[0].device_mesh
         # [changed]
         amax = torch.stack([largest(part) for part in parts])
@@ -107,10 +172,8 @@ class Fp8Shards:
         scales = power_of_two_scale(amax, E4M3)
         # cuBLAS needs scales aligned to 16 bytes: [changed, 4], of which the first are used
         inverses = F.pad((1 / scales)[..., None], (0, 3))[..., 0]
-        for number, part, scale, inverse in zip(changed, parts, scales, inverses, strict=True):
-            self.shards[number] = cast(part, scale, E4M3), inverse
-            self.copies[number] = None
-            self.seen[number] = self.state(number)
+        for part, scale, inverse in zip(parts, scales, inverses, strict=True):
+            yield cast(part, scale, E4M3), inverse
 
     def copy_of(self, number: int, weight8: Tensor) -> Tensor | None:
         """Return a column-major copy of a gathered matrix [out, in], if copies are kept, or None.
@@ -140,6 +203,9 @@ def before_gather(
     """
     shards, number = module.shards[name]
     shard, inverse = shards[number]
+    # on one rank FSDP takes the first tensor alone
+    if inverse.ndim and mesh.size() > 1:
+        return (shard.view(torch.uint8), inverse), (module, name, size, None)
     # FSDP gathers shards of equal size: pad to [ceil(out / ranks), in]
     if len(size) == 2:
         shard = pad_rows(shard, -(-size[0] // mesh.size()))
@@ -151,14 +217,20 @@ def after_gather(
 ):
     """Give the module its gathered FP8 weight, and FSDP a placeholder for the parameter.
 
-    gathered: one tensor, uint8 [rows of all ranks' shards, ...]. metadata: from `before_gather`.
+    gathered: uint8 [rows of all ranks' shards, ...], and inverse scales of blocks, if there are
+        any. metadata: from `before_gather`.
     The placeholder is NaN, which nothing reads; it only receives the gradient.
     out: given when FSDP gathers again; then the first placeholder stays.
     """
     module, name, size, inverse = metadata
     # set by tensor parallelism if ranks share key/value heads
-    local_rows = getattr(module, "local_rows", slice(size[0]))
+    local_rows = getattr(module, "local_rows", slice(0, size[0]))
     weight8 = gathered[0].view(E4M3).view(-1, *size[1:])[local_rows].squeeze(0)
+    rows, columns = block_of(module)
+    if inverse is None:
+        inverse = gathered[1].view(-1, size[1] // columns)
+    if inverse.ndim:
+        inverse = inverse[local_rows.start // rows : local_rows.stop // rows]
     shards, number = module.shards[name]
     module.gathered[name] = weight8, inverse, shards.copy_of(number, weight8)
     if out is not None:

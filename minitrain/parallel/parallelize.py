@@ -38,11 +38,12 @@ def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> 
         model = make()
         apply_techniques(model, config, meshes)
         return model
-    parts = local_stages(parallel, config.model.config.num_layers, meshes.pp.get_local_rank())
+    model = config.model.config
+    further = model.num_nextn_predict_layers
+    parts = local_stages(parallel, model.num_layers, meshes.pp.get_local_rank(), further)
     stages = {number: make(**part) for number, part in parts.items()}
     for stage in stages.values():
         apply_techniques(stage, config, meshes)
-    model = config.model.config
     return Pipeline(
         stages,
         parallel.schedule,
@@ -50,9 +51,8 @@ def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> 
         shape=partial(hidden_shape, model.hidden_size, meshes.tp.size()),
         dtype=torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16,
         keeps_weights=parallel.reshard_after_forward is False,
-        tied="model.embed_tokens.weight"
-        if model.tie_word_embeddings or model.num_nextn_predict_layers
-        else "",
+        tied="model.embed_tokens.weight" if model.tie_word_embeddings or further else "",
+        splits_loss=not further,
     )
 
 

@@ -70,6 +70,9 @@ class Pipeline(nn.Module):
     keeps_weights: keep the weights of all stages gathered during a step, not only of the three that
         run next. A rank that has one stage keeps them in any case.
     tied: the name of a parameter that first and last stage share, see `TiedWeight`.
+    splits_loss: see `Stage`; False where the last stage has inputs besides hidden states, such as
+        embeddings for multi-token prediction: B and W apart, torch forgets the gradients behind
+        them.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Pipeline(nn.Module):
         dtype: torch.dtype,
         keeps_weights: bool = True,
         tied: str = "",
+        splits_loss: bool = True,
     ):
         super().__init__()
         self.stages = nn.ModuleDict({str(number): stages[number] for number in sorted(stages)})
@@ -91,6 +95,7 @@ class Pipeline(nn.Module):
         self.shape = shape
         self.dtype = dtype
         self.keeps_weights = keeps_weights
+        self.splits_loss = splits_loss and torch.__version__ >= "2.13"
         # number of stages of the whole pipeline
         self.count = len(stages) * mesh.size()
         v_shaped = SCHEDULES[schedule].v_shaped
@@ -223,7 +228,7 @@ class Pipeline(nn.Module):
             output_args=(loss if last else hidden,),
             group=self.group,
             keeps_sends=not issubclass(self.schedule_class, PipelineScheduleSingle),
-            splits_loss=torch.__version__ >= "2.13" and len(self.batches) > 1,
+            splits_loss=self.splits_loss and len(self.batches) > 1,
         )
 
     def total(self, losses: list[Tensor]) -> Tensor:

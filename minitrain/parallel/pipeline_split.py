@@ -5,7 +5,8 @@ so that rank 0 has the first and the last.
 
 Stages are balanced by counting layers. The embedding counts as one layer. So does the head, or as
 more (`head_layers`): with layers in FP8, the head of a vocabulary of 128k takes as long as two
-layers of Llama 3 70B, and all ranks would wait for its rank.
+layers of Llama 3 70B, and all ranks would wait for its rank. Layers of multi-token prediction are
+on the head's stage, and count as layers there as far as they fit.
 """
 
 from itertools import accumulate
@@ -83,11 +84,25 @@ def split_layers(
     return parts
 
 
-def local_stages(parallel: "Parallel", layers: int, rank: int) -> dict[int, dict]:
-    """Return what `split_layers` gives to a pipeline rank's stages, by their numbers."""
-    parts = split_layers(
-        layers, parallel.pp * parallel.vp, parallel.layers_per_stage, parallel.head_layers
-    )
+def head_fits(head: int, layers: int, stages: int) -> bool:
+    """Return whether a stage's even share has room for a head of so many units."""
+    each, more = divmod(layers + 1 + head, stages)
+    return head <= each + (more > 1)
+
+
+def local_stages(
+    parallel: "Parallel", layers: int, rank: int, further: int = 0
+) -> dict[int, dict]:
+    """Return what `split_layers` gives to a pipeline rank's stages, by their numbers.
+
+    further: the number of layers of multi-token prediction.
+    """
+    stages = parallel.pp * parallel.vp
+    head = parallel.head_layers
+    while further and head_fits(head + 1, layers, stages):
+        head += 1
+        further -= 1
+    parts = split_layers(layers, stages, parallel.layers_per_stage, head)
     v_shaped = SCHEDULES[parallel.schedule].v_shaped
     return {n: part for n, part in enumerate(parts) if rank_of(n, parallel.pp, v_shaped) == rank}
 

@@ -53,7 +53,14 @@ EXPENSIVE = {
 }
 # attention, and matrix products, that files of models/ register as operators, when imported
 OWN_ATTENTION = ("attention_part",)
-OWN_PRODUCTS = ("add_product", "cpu_linear", "grouped_mm", "linear_fp32", "scaled_mm")
+OWN_PRODUCTS = (
+    "add_product",
+    "cpu_linear",
+    "grouped_mm",
+    "linear_fp32",
+    "scaled_mm",
+    "scaled_grouped_mm",
+)
 # The router's top-k, and the sort of tokens by expert. A second run may round its inputs
 # differently, and select other experts than those whose outputs are saved.
 ROUTING = {_ops.topk.default, _ops.sort.stable}

@@ -47,11 +47,12 @@ Adapters (models/lora.py) are split with their Linear: of a column-parallel one 
 and lora_A replicated, of a row-parallel one lora_A is Shard(1) and lora_B replicated. The update of
 the latter is a term of the same sum, so no further collective is needed.
 
-With FP8 (models/fp8.py) an all-gather moves one byte per element if only FP8 products read its
-result: inputs of q, k, v, gate and up as e4m3, gradients of the outputs of o and down as e5m2.
-Adapters read the input unrounded, and a bias of o or down sums those gradients, so with either the
-all-gather is not in FP8. A maximum over the ranks, one number, gives all of them one scale. So each
-rank rounds only its own tokens, and gets the FP8 numbers that one process would get.
+With FP8 (models/fp8.py) of one scale per tensor, an all-gather moves one byte per element if only
+FP8 products read its result: inputs of q, k, v, gate and up as e4m3, gradients of the outputs of o
+and down as e5m2. Adapters read the input unrounded, and a bias of o or down sums those gradients,
+so with either the all-gather is not in FP8. Nor is it with scales of rows or blocks, of which one
+product has others than the next. A maximum over the ranks, one number, gives all of them one scale.
+So each rank rounds only its own tokens, and gets the FP8 numbers that one process would get.
 
 Parameters are DTensors, and modules compute with local tensors (parts.py).
 Left out: fewer Mamba groups than ranks, and uneven shards; run/config/layout_checks.py refuses both.

@@ -18,7 +18,7 @@ from minitrain.rollout.sampling import (
 from minitrain.rollout.scheduler import Sample
 from minitrain.rollout.steps import DecodingStep
 from minitrain.rollout.weights import SamplerWeights
-from minitrain.training.loss import vocab_shard
+from minitrain.training.loss import VocabShard, vocab_shard
 
 # the settings of padding rows
 PADDING_PARAMS = SamplingParams()
@@ -31,6 +31,7 @@ class DecodingBatch:
     steps: the most decoding steps in one schedule.
     compiles_blocks: compile them, where that pays. compiles_sampling: compile the choice of tokens.
     graph_pool: the memory of CUDA graphs, as which steps are captured; None: they are not.
+    tokens: of each row that a step computes; more than one are drafts (drafting.py).
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class DecodingBatch:
         compiles_blocks: bool = False,
         compiles_sampling: bool = False,
         graph_pool: tuple[int, int] | None = None,
+        tokens: int = 1,
     ):
         self.model = model
         self.weights = weights
@@ -58,8 +60,8 @@ class DecodingBatch:
         def numbers(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tokens = numbers(rows)
-        self.positions = numbers(rows)
+        self.tokens = numbers(rows * tokens)
+        self.positions = numbers(rows * tokens)
         # the number of the step in its schedule: where in `new_tokens` it writes
         self.step_index = numbers(1)
         # samples that have ended run on until the schedule ends: their positions stop here
@@ -74,8 +76,8 @@ class DecodingBatch:
         keys = numbers(rows, dtype=torch.int32)
         real = [numbers(rows, dtype=torch.float32) for _ in range(3)]
         self.state = SamplingState(keys, numbers(rows), *real)
-        self.new_tokens = numbers(steps, rows)
-        self.new_logprobs = numbers(steps, rows, dtype=torch.float32)
+        self.new_tokens = numbers(steps, rows * tokens)
+        self.new_logprobs = numbers(steps, rows * tokens, dtype=torch.float32)
         # (sample, slot, pages) of each row, as loaded last
         self.loaded: list[tuple] = []
         # (greedy, noisy, filtered) of SamplingState -> graph
@@ -85,9 +87,11 @@ class DecodingBatch:
         """Fill the buffers for `steps` decoding steps of `samples`; the other rows are padding."""
         padding = Sample([0], PADDING_PARAMS, 0, 0, slot=self.caches.null_slot)
         rows = samples + [padding] * (self.rows - len(samples))
-        # each sample's newest token: its keys and values are not cached yet
-        copy_in(self.tokens, [(row.produced or row.prompt)[-1] for row in rows])
-        copy_in(self.positions, [row.cached for row in rows])
+        width = self.step.width
+        # a sample's newest token: its keys and values are not cached yet
+        copy_in(self.tokens, [token for row in rows for token in row.newest(width)])
+        positions = [row.cached + i for row in rows for i in range(width)]
+        copy_in(self.positions, [min(position, self.last_position) for position in positions])
         self.step_index.zero_()
         held = [(sample, sample.slot, list(sample.pages)) for sample in samples]
         # most steps change nothing else
@@ -95,7 +99,7 @@ class DecodingBatch:
             self.loaded = held
             self._load_rows(rows)
         if self.device.type == "cpu":
-            self.step.rows = self.caches.rows.prepare(samples, self.rows, steps)
+            self.step.rows = self.caches.rows.prepare(samples, self.rows, steps, width)
 
     def _load_rows(self, rows: list[Sample]) -> None:
         table = np.full(self.step.block_table.shape, self.caches.null_page)
@@ -123,14 +127,18 @@ class DecodingBatch:
                 continue
             self.decode()
             if self.step.rows is not None:
-                self.step.rows = self.step.rows.after_a_step()
+                self.step.rows = self.step.rows.after_a_step(self.step.width)
+        return self.results(steps)
+
+    def results(self, steps: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Return each row's tokens and log-probabilities of the last steps."""
         return self.new_tokens[:steps].T.tolist(), self.new_logprobs[:steps].T.tolist()
 
     def decode(self) -> None:
         """Run one step: the forward pass, whose head samples the next tokens."""
         self.step.begin()
         self.caches.step = self.step
-        with compiled_blocks(self.model) if self.compiles else nullcontext():
+        with self.compiled() if self.compiles else nullcontext():
             self.model(
                 self.tokens[None],
                 positions=self.positions[None],
@@ -138,27 +146,53 @@ class DecodingBatch:
                 cache=self.caches,
             )
 
+    def compiled(self) -> AbstractContextManager:
+        """Run the blocks of a step compiled."""
+        return compiled_blocks(self.model)
+
     def sample(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """Sample the next tokens from hidden [1, rows, hidden]; record and feed them back.
+        """Sample the next tokens from hidden [1, tokens, hidden]; record and feed them back.
 
         weight: the head's, [vocab, hidden] or a DTensor split by vocabulary. Returns `hidden`.
         """
-        weight, shard = vocab_shard(weight)
-        # [rows, vocab, or this rank's shard of it]
-        logits = self.weights.multiply_head(hidden[0], weight)
-        # torch 2.11's compiler fails on several filtered rows
-        compiles = self.compiles_sampling and shard.group is None and not self.state.filtered
-        choose = compiled_sample_tokens() if compiles else sample_tokens
-        # both [rows]; the new tokens follow the positions of this step
-        tokens, logprobs = choose(logits, self.state, self.positions + 1, shard)
-        # [steps, rows]; the index is a tensor, so that a graph can replay this
+        state = self.state.of_tokens(self.step.width)
+        # both [tokens]; the new tokens follow the positions of this step
+        tokens, logprobs, shard = self.choose(
+            self.weights, hidden[0], weight, state, self.positions + 1
+        )
+        tokens = self.feed(tokens, hidden, shard)
+        # [steps, tokens]; the index is a tensor, so that a graph can replay this
         self.new_tokens.index_copy_(0, self.step_index, tokens[None])
         self.new_logprobs.index_copy_(0, self.step_index, logprobs[None])
-        self.tokens.copy_(tokens)
-        self.positions.add_(1).clamp_(max=self.last_position)
         self.step_index.add_(1)
         # the model returns it; nothing reads it
         return hidden
+
+    def choose(
+        self,
+        weights: SamplerWeights,
+        hidden: Tensor,
+        weight: Tensor,
+        state: SamplingState,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor, VocabShard]:
+        """Sample tokens at `positions` [rows] from hidden [rows, hidden], as `sample_tokens` does.
+
+        weight: the head's of `weights`. Returns also how it is split.
+        """
+        weight, shard = vocab_shard(weight)
+        # [rows, vocab, or this rank's shard of it]
+        logits = weights.multiply_head(hidden, weight)
+        # torch 2.11's compiler fails on several filtered rows
+        compiles = self.compiles_sampling and shard.group is None and not state.filtered
+        sampled = compiled_sample_tokens() if compiles else sample_tokens
+        return *sampled(logits, state, positions, shard), shard
+
+    def feed(self, tokens: Tensor, hidden: Tensor, shard: VocabShard) -> Tensor:
+        """Feed the new tokens [rows] to the next step, and return them."""
+        self.tokens.copy_(tokens)
+        self.positions.add_(1).clamp_(max=self.last_position)
+        return tokens
 
     def drop_graphs(self, graph_pool: tuple[int, int] | None) -> None:
         """Drop the captured graphs; later ones use the memory of another pool."""
@@ -197,11 +231,12 @@ class DecodingBatch:
         return self.captured[kind]
 
 
-def compiled_blocks(model: Decoder) -> AbstractContextManager:
-    """Run the blocks of `model` compiled."""
+def compiled_blocks(*models: Decoder) -> AbstractContextManager:
+    """Run the blocks of models compiled."""
     from minitrain.rollout.compiled import compiled  # takes seconds to import
 
-    return compiled(model.blocks)
+    # a model may draft for itself
+    return compiled([block for model in dict.fromkeys(models) for block in model.blocks])
 
 
 @cache

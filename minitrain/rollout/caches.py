@@ -36,7 +36,14 @@ from minitrain.models.attention import apply_sinks, attention
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.flex import compiled_flex_attention
 from minitrain.models.layers import rotary_frequencies
-from minitrain.rollout.cpu import RowContents, attend_to_rows, write_and_attend
+from minitrain.rollout.cpu import (
+    RowContents,
+    attend_to_rows,
+    by_head,
+    by_row,
+    sinks_of_queries,
+    write_and_attend,
+)
 from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, split_kv, write
 
 # cuDNN is faster, but plans for half a second for every new length of a prompt
@@ -116,7 +123,9 @@ class PagedKVCache(LayerCache):
         if q.is_cuda:
             return self.attend_to_pool(q, width, sinks)
         attend_rows = partial(attend_to_rows, step=step, window=self.window)
-        return write_and_attend(self.gather(), step.positions, q, new, width, sinks, attend_rows)
+        return write_and_attend(
+            self.gather(), step.positions, q, new, width, step.width, sinks, attend_rows
+        )
 
     def _attend_to_prompt(
         self, chunk: Chunk, q: Tensor, width: int, sinks: Tensor | None
@@ -140,26 +149,27 @@ class PagedKVCache(LayerCache):
     def attend_to_pool(self, q: Tensor, width: int, sinks: Tensor | None) -> Tensor:
         """Attend to the pool in a decoding step on CUDA. It holds the new keys and values already.
 
-        q: [1, heads, rows, head_dim]. Returns [1, heads, rows, width].
+        q: [1, heads, tokens, head_dim]. width: channels of a value.
+        Returns [1, heads, tokens, width].
         """
+        step = self.caches.step
         # [1, kv_heads, pages * page_size, head_dim]: views, and the batch of 1 is broadcast to rows
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]
         values = self.pools[-1].flatten(0, 1).transpose(0, 1)[None, ..., :width]
         # [rows, kv_heads, queries, head_dim]: heads that share keys become queries of one head,
         # since the decoding kernel takes only 1, 2, 4, 8, ... heads per key
-        q = q[0].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
+        q = by_row(q, keys.shape[1], step.width)
         out, aux = compiled_flex_attention()(
             q,
             keys,
             values,
-            block_mask=self.caches.step.page_mask(self.window, q.shape[2]),
+            block_mask=step.page_mask(self.window, q.shape[2]),
             return_aux=AuxRequest(lse=sinks is not None),
             kernel_options=kernel_options(keys, width, len(q)),
         )
         if sinks is not None:
-            out = apply_sinks(out, aux.lse, sinks.view(keys.shape[1], -1))
-        # [rows, kv_heads, queries, width] -> [1, heads, rows, width]
-        return out.flatten(1, 2).transpose(0, 1)[None]
+            out = apply_sinks(out, aux.lse, sinks_of_queries(sinks, keys.shape[1], step.width))
+        return by_head(out, step.width)
 
     def gather(self) -> list[Tensor]:
         """Return the row buffers, each [rows, kv_heads, capacity, head_dim].
@@ -220,6 +230,8 @@ class MambaCache(LayerCache):
         super().__init__(caches, last)
         self.shape = shape
         self.states: list[Tensor] = []
+        # (mix, mixed, dt) of a step whose tokens may be rejected
+        self.unsettled: tuple | None = None
 
     def mix(self, mix: Callable, mixed: Tensor, dt: Tensor) -> Tensor:
         """Run mix(mixed, dt, state=), the module's `Mamba2.mix`, on the step's tokens.
@@ -237,10 +249,15 @@ class MambaCache(LayerCache):
                 zeros(scan, torch.float32, mixed.device),
             ]
         if isinstance(step, DecodingStep):
-            # [rows, 1, groups, ...]: every token has a sequence of its own
-            mixed = mixed.transpose(0, 1)
-            dt = dt.transpose(0, 1)
-            return self._run(mix, mixed, dt, step.slots, step.positions == 0).transpose(0, 1)
+            # [rows, width, groups, ...]
+            mixed = mixed.unflatten(1, (-1, step.width))[0]
+            dt = dt.unflatten(1, (-1, step.width))[0]
+            starts = step.positions[:: step.width] == 0
+            drafts = step.width > 1
+            if drafts:
+                self.unsettled = mix, mixed, dt
+            out = self._run(mix, mixed, dt, step.slots, starts, keep=not drafts)
+            return out.flatten(0, 1)[None]
         outs = []
         for chunk in step.chunks:
             # both [1], by one copy to the device
@@ -249,19 +266,40 @@ class MambaCache(LayerCache):
             outs.append(self._run(mix, mixed[tokens], dt[tokens], slot, starts.bool()))
         return join_chunks(outs, 1, mixed.shape[1])
 
+    def settle(self, counts: Tensor) -> None:
+        """Store the states after the first `counts` [rows] tokens of the step's rows.
+
+        Token by token: their inputs are kept, as states after each of them would take more memory.
+        """
+        step = self.caches.step
+        mix, mixed, dt = self.unsettled
+        self.unsettled = None
+        positions = step.positions.view(-1, step.width)
+        for token in range(step.width):
+            slots = step.slots.where(token < counts, self.caches.null_slot)
+            one = slice(None), slice(token, token + 1)
+            self._run(mix, mixed[one], dt[one], slots, positions[:, token] == 0)
+
     def _run(
-        self, mix: Callable, mixed: Tensor, dt: Tensor, slots: Tensor, starts: Tensor
+        self,
+        mix: Callable,
+        mixed: Tensor,
+        dt: Tensor,
+        slots: Tensor,
+        starts: Tensor,
+        keep: bool = True,
     ) -> Tensor:
         """Run one sequence per row from the states in `slots`, or from zeros where it `starts`.
 
-        mixed, dt: [rows, tokens, groups, ...]; slots, starts: [rows]. Returns [rows, tokens, ...].
+        mixed, dt: [rows, tokens, groups, ...]; slots, starts: [rows]. keep: store the new states.
+        Returns [rows, tokens, ...].
         """
         current = tuple(
             s[slots].masked_fill_(starts.view(-1, *[1] * (s.ndim - 1)), 0) for s in self.states
         )
         # replaces the contents of `current` by the states after the last token
         out = mix(mixed, dt, state=current)
-        for state, new in zip(self.states, current, strict=True):
+        for state, new in zip(self.states, current, strict=True) if keep else ():
             state[slots] = new
         return out
 
@@ -271,11 +309,20 @@ class Caches:
 
     pages, slots: how many sequences can use. One more of each, the last, is the null page and the
         null slot: padding writes there, and nothing reads them.
+    layers: numbers of those that have caches; by default all.
     step: the forward pass that runs, set by who begins it; None before the first.
+    drafts: the caches of what drafts (drafting.py), in the same pages, slots and rows.
     rows: on the CPU, what all layers' row buffers hold.
     """
 
-    def __init__(self, config: DecoderConfig, pages: int, page_size: int, slots: int):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        pages: int,
+        page_size: int,
+        slots: int,
+        layers: range | None = None,
+    ):
         self.null_page = pages
         self.null_slot = slots
         self.pages = pages + 1
@@ -284,18 +331,30 @@ class Caches:
         self.step: PromptStep | DecodingStep | None = None
         self.rows = RowContents(page_size, windowed=bool(config.sliding_window))
         self.computed_frequencies: dict[str, Tensor] = {}
-        self.layers = [self._layer(config, layer) for layer in range(config.num_layers)]
+        self.numbers = range(config.num_layers) if layers is None else layers
+        self.layers = [self._layer(config, layer) for layer in self.numbers]
+        self.drafts: Caches | None = None
+
+    def add_drafts(self, config: DecoderConfig, layers: range) -> None:
+        """Make `drafts` for layers of another model, or for further ones of this."""
+        if layers.start and self.layers[-1]:
+            # these read its output, also of a prompt's tokens
+            self.layers[-1].last = False
+        sizes = self.null_page, self.page_size, self.null_slot
+        self.drafts = Caches(config, *sizes, layers)
+        self.rows.windowed |= self.drafts.rows.windowed
+        self.drafts.rows = self.rows
 
     def _layer(self, config: DecoderConfig, layer: int) -> LayerCache | None:
         mixer = config.parts(layer)[0]
-        last = layer == config.num_layers - 1
+        last = layer == self.numbers[-1]
         if mixer == "attention":
             window = config.sliding_window if config.windowed(layer) else None
             return PagedKVCache(self, last, window)
         return MambaCache(self, last, config.mamba) if mixer == "mamba" else None
 
     def __getitem__(self, layer: int) -> LayerCache | None:
-        return self.layers[layer]
+        return self.layers[layer - self.numbers[0]]
 
     def frequencies(self, *arguments) -> Tensor:
         """Return `rotary_frequencies`, fp32 [dim / 2], computed once: saves up to 15 kernels."""
@@ -310,13 +369,20 @@ class Caches:
     ) -> None:
         """Copy pages and states, each (from, to), in all layers."""
         pairs = {"pools": pages, "states": slots}
+        layers = self.layers + (self.drafts.layers if self.drafts else [])
         for name, copies in pairs.items():
             # a layer has one of the two, or no cache at all
-            tensors = [x for layer in self.layers for x in getattr(layer, name, [])]
+            tensors = [x for layer in layers for x in getattr(layer, name, [])]
             if copies and tensors:
                 source, target = on_device(copies, device).unbind(1)
                 for tensor in tensors:
                     tensor[target] = tensor[source]
+
+    def settle(self, counts: Tensor) -> None:
+        """Keep the states after the first `counts` [rows] tokens of each row of the step."""
+        for layer in self.layers:
+            if isinstance(layer, MambaCache):
+                layer.settle(counts)
 
     def refresh(self) -> bool:
         """Drop constants computed from the weights. Return whether there were any."""

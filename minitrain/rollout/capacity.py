@@ -14,12 +14,14 @@ from minitrain.parallel.tensor_decoder import tensor_parallel_size
 from minitrain.settings import Rollout
 from minitrain.training.footprint import free_memory
 
+# models, with the numbers of those of their layers that have a part of every page
+CachedLayers = list[tuple[Decoder, range]]
 # elements of a pool: FlexAttention's decoding kernel does not compile for more
 MAX_POOL_ELEMENTS = 2**31 - 1
 
 
 def page_count(
-    model: Decoder, settings: Rollout, slots: int, longest: int, last_count: int = 0
+    cached: CachedLayers, settings: Rollout, slots: int, longest: int, last_count: int = 0
 ) -> int:
     """Return how many pages the pool has.
 
@@ -33,7 +35,7 @@ def page_count(
 
     Raises InputError for more rollout.pages than fit.
     """
-    fitting = fitting_pages(model, settings.page_size, 1.0)
+    fitting = fitting_pages(cached, settings.page_size, 1.0)
     if settings.pages:
         if settings.pages > fitting:
             raise InputError(
@@ -45,41 +47,48 @@ def page_count(
         return last_count
     # the last token is never cached
     most = slots * -(-(longest - 1) // settings.page_size) + 1
-    return max(1, min(most, fitting_pages(model, settings.page_size, settings.memory)))
+    return max(1, min(most, fitting_pages(cached, settings.page_size, settings.memory)))
 
 
-def fitting_pages(model: Decoder, page_size: int, share: float) -> int:
+def fitting_pages(cached: CachedLayers, page_size: int, share: float) -> int:
     """Return how many pages fit into a share of the free memory, on all ranks that step together."""
-    config = model.config
-    device = model.head_weight.device
-    if config.kv_lora_rank:
-        # latents, which all of a rank's heads read
-        width = config.kv_lora_rank + config.qk_rope_head_dim
-        pools = 1
-    else:
-        # keys and values of this rank's heads
-        width = -(-config.num_key_value_heads // tensor_parallel_size(model)) * config.head_dim
-        pools = 2
-    layers = sum(config.parts(layer)[0] == "attention" for layer in range(config.num_layers))
-    page_bytes = page_size * width * pools * layers * model.head_weight.dtype.itemsize
-    fitting = int(share * free_memory(device) / max(page_bytes, 1))
-    pages = torch.tensor(min(fitting, MAX_POOL_ELEMENTS // (page_size * width) - 1))
-    if isinstance(model.head_weight, DTensor):
-        pages = pages.to(device)
-        mesh = model.head_weight.device_mesh
+    page_bytes = 0
+    widths = []
+    for model, layers in cached:
+        config = model.config
+        if config.kv_lora_rank:
+            # latents, which all of a rank's heads read
+            width = config.kv_lora_rank + config.qk_rope_head_dim
+            pools = 1
+        else:
+            # keys and values of this rank's heads
+            heads = -(-config.num_key_value_heads // tensor_parallel_size(model))
+            width = heads * config.head_dim
+            pools = 2
+        widths.append(width)
+        pools *= sum(config.parts(layer)[0] == "attention" for layer in layers)
+        page_bytes += page_size * width * pools * model.head_weight.dtype.itemsize
+    head = cached[0][0].head_weight
+    fitting = int(share * free_memory(head.device) / max(page_bytes, 1))
+    pages = torch.tensor(min(fitting, MAX_POOL_ELEMENTS // (page_size * max(widths)) - 1))
+    if isinstance(head, DTensor):
+        pages = pages.to(head.device)
+        mesh = head.device_mesh
         for dimension in range(mesh.ndim):
             dist.all_reduce(pages, dist.ReduceOp.MIN, mesh.get_group(dimension))
     return int(pages)
 
 
-def check_page_size(size: int, config: DecoderConfig, tp: int) -> None:
+def check_page_size(size: int, config: DecoderConfig, tp: int, width: int = 1) -> None:
     """Raise InputError for a page size that FlexAttention cannot read.
 
-    Its tiles are 128 keys, and a page of latents needs as many tokens as a rank has heads.
+    Its tiles are 128 keys, and a page needs as many tokens as there are queries of one key head: of
+    latents all heads of a rank share it. width: tokens of a row.
     """
-    heads = config.num_attention_heads // tp if config.kv_lora_rank else 1
-    if size % 128 or size < heads:
-        least = 128 * -(-heads // 128)
+    sharers = tp if config.kv_lora_rank else config.num_key_value_heads
+    queries = width * config.num_attention_heads // sharers
+    if size % 128 or size < queries:
+        least = 128 * -(-queries // 128)
         raise InputError(
             f"rollout.page_size={size} must be a multiple of 128 on CUDA, at least {least} for this model"
         )

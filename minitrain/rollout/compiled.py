@@ -29,7 +29,7 @@ from torch._dynamo import maybe_mark_dynamic  # has no public name (torch 2.13)
 from torch.compiler import config
 
 from minitrain.rollout.caches import LayerCache, MambaCache, PagedKVCache
-from minitrain.rollout.cpu import attend_with_lse, write_and_attend
+from minitrain.rollout.cpu import attend_with_lse, of_queries, write_and_attend
 from minitrain.rollout.steps import PromptStep, split_kv, write
 
 # graphs of one function: kinds of layers x 3 numbers of rows x models
@@ -98,27 +98,29 @@ class TracedCache:
         self.kv_index = step.kv_index
         self.buffers = layer.gather()
         self.positions = step.positions
+        self.width = step.width
         self.bias = step.bias(layer.window, self.pools[0].dtype)
-        # [rows, 1, 1, longest]: the last dimension grows with every step
+        # [rows, 1, width, longest]: the last dimension grows with every step
         maybe_mark_dynamic(self.bias, 3)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor | int, sinks: Tensor | None = None
     ) -> Tensor:
-        # q: [1, heads, rows, head_dim]; k, v: [1, kv_heads, rows, head_dim]; returned as q
-        new, width = split_kv(k, v)
+        # q: [1, heads, tokens, head_dim]; k, v: [1, kv_heads, tokens, head_dim]; returned as q
+        new, channels = split_kv(k, v)
         write(self.pools, self.kv_index, new)
         return write_and_attend(
-            self.buffers, self.positions, q, new, width, sinks, self.attend_to_rows
+            self.buffers, self.positions, q, new, channels, self.width, sinks, self.attend_to_rows
         )
 
     def attend_to_rows(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         # q: [rows, kv_heads, queries, head_dim]; keys, values: [rows, kv_heads, capacity, head_dim]
         keys = keys[:, :, : self.bias.shape[3]]
         values = values[:, :, : self.bias.shape[3]]
+        bias = of_queries(self.bias, q.shape[2])
         if q.shape[2] <= MAX_LOOP_QUERIES:
-            return attend_in_loops(q, keys, values, self.bias)
-        return attend_with_lse(q, keys, values, attn_mask=self.bias)
+            return attend_in_loops(q, keys, values, bias)
+        return attend_with_lse(q, keys, values, attn_mask=bias)
 
 
 def attend_in_loops(
@@ -128,7 +130,7 @@ def attend_in_loops(
 
     With few queries this is up to twice as fast as the kernel.
     q: [rows, kv_heads, queries, head_dim]; keys, values: [rows, kv_heads, keys, head_dim].
-    bias: [rows, 1, 1, keys]. Returns the output, as q, and the log-sum-exp, without head_dim.
+    bias: [rows, 1, 1 or queries, keys]. Returns the output, as q, and the log-sum-exp, without head_dim.
     """
     scale = q.shape[-1] ** -0.5
     # [rows, kv_heads, queries, keys]

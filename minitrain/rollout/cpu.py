@@ -57,11 +57,14 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Held(NamedTuple):
-    """What a row's buffer holds: a sample's tokens from `begin` to before `end`."""
+    """What a row's buffer holds: a sample's tokens from `begin` on.
+
+    cached: how many the sample had when steps last wrote to the row; they added some that count.
+    """
 
     sample: Sample
     begin: int
-    end: int
+    cached: int
 
 
 class RowContents:
@@ -77,38 +80,39 @@ class RowContents:
         self.shape = (0, 0)
         self.held: dict[int, Held] = {}
 
-    def prepare(self, samples: list[Sample], rows: int, steps: int) -> Rows:
+    def prepare(self, samples: list[Sample], rows: int, steps: int, width: int = 1) -> Rows:
         """Return what rows share and what their buffers lack, before `steps` decoding steps.
 
-        rows: of the batch, those of padding included.
+        rows: of the batch, those of padding included. width: tokens that a step writes to a row.
         """
-        longest = max(sample.cached for sample in samples) + 1
-        height, width = self.shape
-        if rows > height or longest + steps > width:
+        longest = max(sample.cached for sample in samples) + width
+        height, capacity = self.shape
+        needed = longest + steps * width
+        if rows > height or needed > capacity:
             # new buffers are empty
-            self.shape = max(height, rows), max(width, 2 * (longest + steps))
+            self.shape = max(height, rows), max(capacity, 2 * needed)
             self.held = {}
         shared, groups = shared_prefixes(samples, self.page_size)
         # only these hold what their group shares
         first_rows = {group[0] for group in groups}
         # (begin, end) of the missing tokens -> rows that miss them
         missing: dict[tuple[int, int], list[int]] = {}
+        # of no other rows: what they hold, the last steps have not added to
+        before = self.held
+        self.held = {}
         for row, sample in enumerate(samples):
             begin = 0 if row in first_rows or self.windowed else shared
-            held = self.held.get(row)
+            held = before.get(row)
             if (
                 held is None
                 or held.sample is not sample
                 or held.begin > begin
-                or held.end != sample.cached
+                or held.cached >= sample.cached
             ):
-                held = Held(sample, begin, sample.cached)
+                held = Held(sample, begin, 0)
                 if begin < sample.cached:
                     missing.setdefault((begin, sample.cached), []).append(row)
-            self.held[row] = held._replace(end=sample.cached + steps)
-        for row in range(len(samples), rows):
-            # padding rows write there
-            self.held.pop(row, None)
+            self.held[row] = held._replace(cached=sample.cached)
         to_gather = []
         for (begin, end), lacking in missing.items():
             columns = slice(begin // self.page_size, -(-end // self.page_size))
@@ -155,11 +159,39 @@ def row_index(rows: list[int]) -> slice | Tensor:
     return torch.tensor(rows)
 
 
+def by_row(q: Tensor, kv_heads: int, width: int) -> Tensor:
+    """Return q [1, heads, rows x width, head_dim] as [rows, kv_heads, queries, head_dim].
+
+    Heads that share keys, and the tokens of a row, are queries of one head.
+    """
+    tokens = q.reshape(kv_heads, -1, q.shape[2] // width, width, q.shape[3])
+    return tokens.permute(2, 0, 1, 3, 4).flatten(2, 3)
+
+
+def by_head(out: Tensor, width: int) -> Tensor:
+    """Undo `by_row`, of out [rows, kv_heads, queries, channels]."""
+    tokens = out.unflatten(2, (-1, width)).permute(1, 2, 0, 3, 4)
+    return tokens.reshape(1, -1, len(out) * width, out.shape[3])
+
+
+def of_queries(bias: Tensor, queries: int) -> Tensor:
+    """Return a bias [rows, 1, width, keys] of tokens as that of `by_row`'s queries."""
+    # that of one token is broadcast
+    width = bias.shape[2]
+    return bias if width == 1 else bias.repeat(1, 1, queries // width, 1)
+
+
+def sinks_of_queries(sinks: Tensor, kv_heads: int, width: int) -> Tensor:
+    """Return the sinks [heads] of `by_row`'s queries, [kv_heads, queries]."""
+    return sinks.view(kv_heads, -1).repeat_interleave(width, 1)
+
+
 def write_and_attend(
     buffers: list[Tensor],
     positions: Tensor,
     q: Tensor,
     new: list[Tensor],
+    channels: int,
     width: int,
     sinks: Tensor | None,
     attend_rows: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
@@ -167,21 +199,22 @@ def write_and_attend(
     """Write new keys and values to the row buffers and attend to them.
 
     buffers: keys, and values unless they are the keys' first channels, each [rows, kv_heads,
-    capacity, head_dim]. positions: int64 [rows]. q: [1, heads, rows, head_dim].
-    new: for each buffer [kv_heads, rows, head_dim]. width: channels of a value.
+    capacity, head_dim]. positions: int64 [rows x width]. q: [1, heads, rows x width, head_dim].
+    new: for each buffer [kv_heads, rows x width, head_dim]. channels: of a value.
+    width: tokens of a row.
     attend_rows: maps q, keys and values to outputs and log-sum-exps, see `attend_to_rows`.
-    Returns [1, heads, rows, width].
+    Returns [1, heads, rows x width, channels].
     """
-    rows = q.shape[2]
-    kv_heads = new[0].shape[0]
-    index = torch.arange(rows)[:, None], torch.arange(kv_heads), positions[:, None]
-    write(buffers, index, new)
-    # [rows, kv_heads, queries, head_dim]: heads that share keys are one row's queries
-    q = q[0].transpose(0, 1).reshape(rows, kv_heads, -1, q.shape[3])
-    out, log_sum = attend_rows(q, buffers[0][:rows], buffers[-1][:rows])
+    kv_heads, tokens, _ = new[0].shape
+    rows = torch.arange(tokens) // width
+    write(buffers, (rows[:, None], torch.arange(kv_heads), positions[:, None]), new)
+    count = tokens // width
+    out, log_sum = attend_rows(
+        by_row(q, kv_heads, width), buffers[0][:count], buffers[-1][:count]
+    )
     if sinks is not None:
-        out = apply_sinks(out, log_sum, sinks.view(kv_heads, -1))
-    return out[..., :width].flatten(1, 2).transpose(0, 1)[None]
+        out = apply_sinks(out, log_sum, sinks_of_queries(sinks, kv_heads, width))
+    return by_head(out[..., :channels], width)
 
 
 def attend_to_rows(
@@ -195,7 +228,7 @@ def attend_to_rows(
     """
     shared = 0 if window else step.rows.shared
     own = slice(shared, step.rows.longest)
-    bias = step.bias(window, q.dtype)[..., own]
+    bias = of_queries(step.bias(window, q.dtype)[..., own], q.shape[2])
     out, log_sum = attend_with_lse(q, keys[:, :, own], values[:, :, own], attn_mask=bias)
     if not shared:
         return out, log_sum

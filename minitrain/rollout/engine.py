@@ -13,6 +13,8 @@ A batch has 1, 2, 4, ... rows, some of them padding, and all that changes betwee
 buffers with fixed addresses. So on CUDA a step is captured as a graph once per number of rows and
 replayed `steps` times. Then the host looks at the tokens, and drops those after a sample's end.
 
+With drafts (drafting.py) it is over several tokens of each sample, of which it tells how many count.
+
 Tensor parallel: every rank of the group calls the same methods in the same order. Ranks need not
 communicate about schedules, which depend on these calls alone. They agree on tokens by exchanging
 their best candidates. Rows are padded to a multiple of the ranks, for sequence parallelism. With
@@ -27,15 +29,17 @@ What a model must have (tests/rollout/test_own_gpt.py has one of its own):
                  the first two [1, tokens]. Layer i calls cache[i].attend(q, k, v) in place of causal
                  attention, all [1, heads, tokens, head_dim]. Returns head(hidden, head_weight, None)
 
-Left out: pipeline parallel, speculative decoding, graphs of steps that wait (`waits_for_device`).
+Left out: pipeline parallel, graphs of steps that wait (`waits_for_device`).
 """
 
 import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from minitrain.errors import InputError
@@ -45,6 +49,7 @@ from minitrain.parallel.tensor_decoder import tensor_parallel_size
 from minitrain.rollout.batch import DecodingBatch, compiled_blocks
 from minitrain.rollout.caches import Caches
 from minitrain.rollout.capacity import check_page_size, page_count, sends_tokens, waits_for_device
+from minitrain.rollout.drafting import DraftingBatch, open_drafter
 from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key, with_settings
 from minitrain.rollout.scheduler import Prefill, Sample, Schedule, Scheduler
@@ -62,6 +67,8 @@ class Sampler(Texts):
     samples: the largest number of samples that will be asked for at once.
     longest: the largest number of tokens of a sample, its prompt included. Both bound the memory
         of the caches.
+    draft: a smaller model of the same vocabulary, which guesses tokens (drafting.py). With
+        rollout.draft=mtp the model does it itself.
     After the weights have changed, call `refresh`. Do not sample while the model trains.
     """
 
@@ -72,6 +79,7 @@ class Sampler(Texts):
         settings: Rollout | None = None,
         samples: int | None = None,
         longest: int | None = None,
+        draft: Decoder | None = None,
     ):
         if tokenizer is not None and not hasattr(tokenizer, "eos_id"):
             raise InputError(
@@ -83,7 +91,15 @@ class Sampler(Texts):
         # the most samples in a batch
         self.slots = min(samples or self.settings.slots, self.settings.slots)
         self.config = model.config
-        self.weights = SamplerWeights(model)
+        self.drafter = open_drafter(model, self.settings, draft)
+        # the models, with the layers that are cached
+        self.cached = [(model, range(model.config.num_layers))]
+        # the most tokens of a sample that a decoding step computes, and produces
+        self.tokens = 1
+        if self.drafter:
+            self.cached.append((self.drafter.model, self.drafter.layers))
+            self.tokens += self.drafter.count
+        self.weights = SamplerWeights(model, self.drafter and self.drafter.weights)
         self.ends = find_ends(model.config, tokenizer.eos_id if tokenizer else None)
         positions = self.config.max_position_embeddings
         self.longest = min(longest or positions, positions)
@@ -94,10 +110,12 @@ class Sampler(Texts):
         self.device = model.head_weight.device
         self.tp = tensor_parallel_size(model)
         on_cuda = self.device.type == "cuda"
-        if on_cuda:
-            check_page_size(self.settings.page_size, self.config, self.tp)
+        for each, _ in self.cached if on_cuda else ():
+            tp = tensor_parallel_size(each)
+            check_page_size(self.settings.page_size, each.config, tp, self.tokens)
         # the most decoding steps in one schedule; the buffers hold the tokens of that number of steps
-        self.steps = min(self.settings.steps or (16 if on_cuda else 1), self.longest)
+        steps = self.settings.steps or (-(-16 // self.tokens) if on_cuda else 1)
+        self.steps = min(steps, self.longest)
         # the scheduler and the buffers, from the first request (`_allocate`) until `free`
         self.scheduler: Scheduler | None = None
         self.caches: Caches | None = None
@@ -340,6 +358,8 @@ class Sampler(Texts):
     def _prefill(self, chunks: list[tuple[Prefill, int]]) -> None:
         """Compute and cache the next tokens of prompts. chunks: (prefill, number of tokens)."""
         size = self.settings.page_size
+        # what drafts may read the token after each one
+        ahead = self.drafter.ahead - 1 if self.drafter else 0
         # of each token: its id, its position in the sequence, its page, its offset in that
         entries = []
         step_chunks = []
@@ -348,31 +368,36 @@ class Sampler(Texts):
             pages = on_device(prefill.pages[: self.scheduler.pages.needed(end)], self.device)
             step_chunks.append(Chunk(len(entries), count, prefill.cached, pages, prefill.slot))
             for i in range(prefill.cached, end):
-                entries.append((prefill.tokens[i], i, prefill.pages[i // size], i % size))
+                read = prefill.tokens[i + ahead]
+                entries.append((prefill.tokens[i], read, i, prefill.pages[i // size], i % size))
         # sequence parallelism needs a multiple of the ranks
-        entries += [(0, 0, self.caches.null_page, 0)] * (-len(entries) % self.tp)
-        # each [tokens]
-        tokens, positions, *kv_index = on_device(entries, self.device).T.contiguous()
-        self.caches.step = PromptStep(tuple(kv_index), step_chunks)
-        with compiled_blocks(self.model) if self.compiles_prefill else nullcontext():
-            self.model(
-                tokens[None],
-                positions=positions[None],
-                # no logits: a prompt's last token is left to the first decoding step
-                head=lambda hidden, *_: hidden,
-                cache=self.caches,
-            )
+        entries += [(0, 0, 0, self.caches.null_page, 0)] * (-len(entries) % self.tp)
+        # [1, tokens] three times, and two [tokens]
+        columns = on_device(entries, self.device).T.contiguous()
+        tokens, read, positions = columns[:3, None]
+        self.caches.step = PromptStep(tuple(columns[3:]), step_chunks)
+
+        # no logits: a prompt's last token is left to the first decoding step
+        def head(hidden: Tensor, *_) -> Tensor:
+            if self.drafter:
+                self.caches.drafts.step = self.caches.step
+                self.drafter(read, hidden, positions, lambda *_: None, self.caches.drafts)
+            return hidden
+
+        models = [model for model, _ in self.cached]
+        with compiled_blocks(*models) if self.compiles_prefill else nullcontext():
+            self.model(tokens, positions=positions, head=head, cache=self.caches)
         for prefill, count in chunks:
             self.scheduler.prefilled(prefill, count)
 
     def _decode(self, work: Schedule) -> list[tuple[Sample, list[int]]]:
-        """Produce `work.steps` tokens for each sample, and drop those after its end.
+        """Run `work.steps` steps of each sample, and drop tokens after its end.
 
         Raises InputError for logits that are not finite.
         """
         batch = self._batch(len(work.samples))
         batch.prepare(work.samples, work.steps)
-        # lists [rows][steps]
+        # lists [rows][tokens]
         all_tokens, all_logprobs = batch.run(work.steps)
         produced = []
         # the padding rows come last: zip ends before them
@@ -385,7 +410,8 @@ class Sampler(Texts):
                 raise InputError(
                     "the model's logits are not finite: weights hold NaN or infinity, or are too large"
                 )
-            self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason)
+            whole = count == len(tokens)
+            self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason, whole)
             produced.append((sample, tokens[:count]))
         return produced
 
@@ -425,19 +451,24 @@ class Sampler(Texts):
         reuse = "M" not in self.config.layer_pattern
         size = settings.page_size
         self.page_count = page_count(
-            self.model, settings, self.slots, self.longest, self.page_count
+            self.cached, settings, self.slots, self.longest, self.page_count
         )
         pages = Pages(self.page_count, size)
-        self.scheduler = Scheduler(pages, self.slots, settings.chunk, self.steps, reuse)
+        self.scheduler = Scheduler(
+            pages, self.slots, settings.chunk, self.steps, reuse, self.tokens
+        )
         # a slot for each sample that is decoded, and one for a prefill that waits for a row
         self.caches = Caches(self.config, pages.count, size, self.slots + 1)
+        if self.drafter:
+            self.caches.add_drafts(self.drafter.model.config, self.drafter.layers)
         # columns of a block table: a sample's most pages, and the null page for positions beyond
         self.width = min(pages.needed(self.longest - 1), pages.count) + 1
         self.graph_pool = self._new_graph_pool()
 
     def _new_graph_pool(self) -> tuple[int, int] | None:
         """Return memory for CUDA graphs; None where steps cannot be captured."""
-        graphs = self.device.type == "cuda" and not waits_for_device(self.model)
+        on_cuda = self.device.type == "cuda"
+        graphs = on_cuda and not any(waits_for_device(model) for model, _ in self.cached)
         return torch.cuda.graph_pool_handle() if graphs else None
 
     def _batch(self, samples: int) -> DecodingBatch:
@@ -445,7 +476,8 @@ class Sampler(Texts):
         rows = min(1 << (samples - 1).bit_length(), self.slots)
         rows = -(-rows // self.tp) * self.tp
         if rows not in self.batches:
-            self.batches[rows] = DecodingBatch(
+            make = partial(DraftingBatch, self.drafter) if self.drafter else DecodingBatch
+            self.batches[rows] = make(
                 self.model,
                 self.weights,
                 self.caches,

@@ -193,6 +193,14 @@ class SamplingState:
     noisy: bool = True
     filtered: bool = True
 
+    def of_tokens(self, width: int) -> "SamplingState":
+        """Return the parameters of `width` tokens of each row, each tensor [rows x width]."""
+        if width == 1:
+            return self
+        names = ("keys", "top_k", "temperature", "top_p", "min_p")
+        each = {name: getattr(self, name)[:, None].expand(-1, width).flatten() for name in names}
+        return dataclasses.replace(self, **each)
+
 
 def sample_tokens(
     logits: Tensor, state: SamplingState, positions: Tensor, shard: VocabShard

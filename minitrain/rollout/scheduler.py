@@ -62,10 +62,17 @@ class Sample(CacheEntry):
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     keeps: bool = False
+    # guesses of the next tokens (drafting.py), if any
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.produced
+
+    def newest(self, width: int) -> list[int]:
+        """Return the newest token, and width - 1 drafts of those after it, 0 where there are none."""
+        known = [(self.produced or self.prompt)[-1], *self.drafts]
+        return known + [0] * (width - len(known))
 
 
 @dataclass(eq=False)
@@ -110,14 +117,18 @@ class Scheduler:
     rows: samples decoded at once. chunk: prompt tokens computed at once.
     steps: most decoding steps in one schedule.
     reuse: match new prompts against cached prefixes; impossible where layers have states.
+    width: the most tokens that a step adds to a sample.
     """
 
-    def __init__(self, pages: Pages, rows: int, chunk: int, steps: int, reuse: bool = True):
+    def __init__(
+        self, pages: Pages, rows: int, chunk: int, steps: int, reuse: bool = True, width: int = 1
+    ):
         self.pages = pages
         self.rows = rows
         self.chunk = chunk
         self.steps = steps
         self.reuse = reuse
+        self.width = width
         self.waiting: list[Prefill] = []
         self.resident: list[Prefill] = []
         self.running: list[Sample] = []
@@ -127,7 +138,6 @@ class Scheduler:
         self.arrivals = count()
         self.last_was_prefill = False
         # decoding steps in the last schedule
-        self.last_steps = 0
         self.preemptions = 0
 
     @property
@@ -192,7 +202,7 @@ class Scheduler:
         work.samples = list(self.running)
         # the most tokens that any of them may still produce
         left = max((sample.limit - 1 - sample.cached for sample in work.samples), default=0)
-        work.steps = self.last_steps = min(self.steps, left)
+        work.steps = min(self.steps, left)
         return work
 
     def prefilled(self, prefill: Prefill, tokens: int) -> None:
@@ -202,9 +212,17 @@ class Scheduler:
             self.pages.insert(prefill.tokens[: prefill.cached], prefill.pages)
 
     def decoded(
-        self, sample: Sample, tokens: list[int], logprobs: list[float], finish_reason: str | None
+        self,
+        sample: Sample,
+        tokens: list[int],
+        logprobs: list[float],
+        finish_reason: str | None,
+        whole: bool = True,
     ) -> None:
-        """Record the tokens that `sample` has produced; end it if there is a `finish_reason`."""
+        """Record the tokens that `sample` has produced; end it if there is a `finish_reason`.
+
+        whole: these are all that were computed.
+        """
         sample.produced += tokens
         sample.logprobs += logprobs
         # a step caches its input: not the new token, but the one before it
@@ -213,8 +231,7 @@ class Scheduler:
             return
         self._leave(sample, finish_reason)
         # a state holds what was computed after the end, too; pages need not be read that far
-        whole = self.reuse or len(tokens) == self.last_steps
-        if sample.keeps and finish_reason == "stop" and whole:
+        if sample.keeps and finish_reason == "stop" and (self.reuse or whole):
             self._hold(sample)
         else:
             self._free(sample)
@@ -363,8 +380,8 @@ class Scheduler:
             self.waiting.remove(prefill)
 
     def _grow(self, sample: Sample) -> bool:
-        """Allocate pages for a sample's next `steps` tokens. Return False if too few are left."""
-        tokens = min(sample.cached + self.steps, sample.limit - 1)
+        """Allocate pages for a sample's next `steps` steps. Return False if too few are left."""
+        tokens = min(sample.cached + self.steps * self.width, sample.limit - 1)
         missing = self.pages.needed(tokens) - len(sample.pages)
         new = self.pages.allocate(missing) if missing > 0 else []
         if new is None:

@@ -1,13 +1,14 @@
-"""Describe one forward pass of the sampler: chunks of prompts, or one token of each sample.
+"""Describe one forward pass of the sampler: chunks of prompts, or the newest tokens of samples.
 
     PromptStep     prefill: chunks of several prompts, one after the other
-    DecodingStep   decoding: the newest token of each sample
+    DecodingStep   decoding: the newest token of each sample, and the drafts of those after it
 
 The model sees both as one row of tokens, [1, tokens]. The layers' caches (caches.py) read from the
 step which token belongs to which sequence. `kv_index` says where each token's keys and values are
 written: the page in the pool, and the offset in that page, each int64 [tokens].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,18 +94,18 @@ class Rows(NamedTuple):
     groups: list[tuple[int, slice | Tensor]]
     to_gather: list[tuple[Tensor, Tensor, int, int]]
 
-    def after_a_step(self) -> "Rows":
-        """Return what the next step reads: complete buffers, with a token more."""
-        return self._replace(longest=self.longest + 1, to_gather=[])
+    def after_a_step(self, tokens: int = 1) -> "Rows":
+        """Return what the next step reads: complete buffers, with so many tokens more."""
+        return self._replace(longest=self.longest + tokens, to_gather=[])
 
 
 class DecodingStep:
-    """What a decoding step reads: one token of each row. A row is a sample, or padding.
+    """What a decoding step reads: `width` tokens of each row. A row is a sample, or padding.
 
-    There is one object per `DecodingBatch`; `begin` renews it for every forward pass.
+    A `DecodingBatch` keeps its own; `begin` renews it for every forward pass.
 
     The tensors are buffers whose addresses stay fixed, so that CUDA graphs can be replayed.
-    positions: int64 [rows], each token's index in its sequence.
+    positions: int64 [rows x width], each token's index in its sequence; a row's are consecutive.
     block_table: int64 [rows, width], each sample's pages in order; beyond them, the null page.
     slots: int64 [rows], where each sample's Mamba states are.
     pool_pages: the number of pages of the whole pool.
@@ -123,6 +124,7 @@ class DecodingStep:
         self.positions = positions
         self.block_table = block_table
         self.slots = slots
+        self.width = len(positions) // len(slots)
         self.page_size = page_size
         self.pool_pages = pool_pages
         # (window, queries) -> mask; made once, then updated in place
@@ -136,9 +138,9 @@ class DecodingStep:
 
         The host reads nothing, so a CUDA graph can hold this.
         """
-        # [rows]: the column of the block table, and there the page, that the new token goes to
+        # [tokens]: the column of the block table, and there the page, that a new token goes to
         self.column = self.positions // self.page_size
-        self.page = self.block_table.gather(1, self.column[:, None])[:, 0]
+        self.page = self.block_table.gather(1, self.column.view(-1, self.width)).flatten()
         self.kv_index = self.page, self.positions % self.page_size
         for mask in self.masks.values():
             mask.update(self)
@@ -147,26 +149,26 @@ class DecodingStep:
     def page_mask(self, window: int | None, queries: int = 1) -> BlockMask:
         """Return the BlockMask over the pool.
 
-        queries: of each row; on CUDA the query heads that share a key head (caches.py).
+        queries: of each row; on CUDA its tokens' query heads that share a key head (caches.py).
         """
         key = window, queries
         if key not in self.masks:
-            self.masks[key] = PageMask(self, *key)
+            self.masks[key] = (PageMask if self.width == 1 else DraftMask)(self, *key)
             self.masks[key].update(self)
         return self.masks[key].blocks
 
     def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask over row buffers, [rows, 1, 1, longest]: 0 for visible keys, else -inf."""
+        """Return the mask over row buffers, [rows, 1, width, longest]: 0 for visible keys, or -inf."""
         if window not in self.biases:
-            # [longest] and [rows, 1]: positions of keys and queries
+            # [longest] and [tokens, 1]: positions of keys and queries
             key = torch.arange(self.rows.longest, device=self.positions.device)
             query = self.positions[:, None]
-            # [rows, longest]
+            # [tokens, longest]
             hidden = key > query
             if window is not None:
                 hidden = hidden | (key <= query - window)
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-            self.biases[window] = bias[:, None, None]
+            self.biases[window] = bias.unflatten(0, (-1, 1, self.width))
         return self.biases[window]
 
 
@@ -177,12 +179,12 @@ class PageMask:
     though most are full. Then the kernel divides a sample's list evenly among its thread blocks.
     With a second list, of full blocks, each would take a share of the pool's length instead (torch
     2.13): far more than one sample has, so the first thread block would do all the work.
-    queries: how many each sample has; all of them see the same keys.
+    queries: how many each sample has, of one token: all of them see the same keys.
     """
 
     def __init__(self, step: DecodingStep, window: int | None, queries: int):
         self.window = window
-        rows = len(step.positions)
+        rows = len(step.slots)
         device = step.positions.device
         # torch's kernel for the CPU needs a list as long as the pool
         width = step.pool_pages if device.type == "cpu" else step.block_table.shape[1]
@@ -193,8 +195,20 @@ class PageMask:
         # how many pages each sample attends to, and which
         self.count = numbers(rows, 1, 1)
         self.pages = numbers(rows, 1, 1, width)
+        size = step.page_size
+        self.blocks = BlockMask.from_kv_blocks(
+            self.count,
+            self.pages,
+            BLOCK_SIZE=(size, size),
+            mask_mod=self.rule(step, numbers),
+            seq_lengths=(queries, step.pool_pages * size),
+            compute_q_blocks=False,
+        )
+
+    def rule(self, step: DecodingStep, numbers: Callable[..., Tensor]) -> Callable:
+        """Return which keys of the listed pages a query sees, from tensors that `numbers` makes."""
         # each [rows]: the last page and where its keys end, the first page and where its keys start
-        self.bounds = tail, end, head, start = [numbers(rows) for _ in range(4)]
+        self.bounds = tail, end, head, start = [numbers(len(step.slots)) for _ in range(4)]
         size = step.page_size
 
         def allows(row, _, query, key):
@@ -204,39 +218,67 @@ class PageMask:
             before_end = (page != tail[row]) | (offset < end[row])
             return before_end & ((page != head[row]) | (offset >= start[row]))
 
-        self.blocks = BlockMask.from_kv_blocks(
-            self.count,
-            self.pages,
-            BLOCK_SIZE=(size, size),
-            mask_mod=allows,
-            seq_lengths=(queries, step.pool_pages * size),
-            compute_q_blocks=False,
-        )
+        return allows
 
     def update(self, step: DecodingStep) -> None:
         """Update the lists in place, by few kernels: each takes longer to launch than to run."""
         size = step.page_size
         width = step.block_table.shape[1]
-        # [rows]: pages up to the token's own
-        count = step.column + 1
-        tail, end, head, start = self.bounds
-        tail.copy_(step.page)
-        end.copy_(step.kv_index[1] + 1)
-        # without a window head and start stay 0: no key comes before the first
-        if self.window is None:
-            pages = step.block_table
-        else:
+        # [rows]: pages up to the last token's own
+        count = step.column[step.width - 1 :: step.width] + 1
+        # without a window all pages are listed: no key comes before the first
+        pages = step.block_table
+        begin = None
+        if self.window is not None:
             # [rows]: the first visible key, and its page's column in the block table
-            begin = (step.positions - self.window + 1).clamp(min=0)
+            begin = (step.positions[:: step.width] - self.window + 1).clamp(min=0)
             first = begin // size
-            head.copy_(step.block_table.gather(1, first[:, None])[:, 0])
-            start.copy_(begin % size)
             # move the block table left, so that the list begins with the first visible page
             columns = torch.arange(width, device=begin.device) + first[:, None]
             pages = step.block_table.gather(1, columns.clamp(max=width - 1))
             count = count - first
         self.pages[:, 0, 0, :width].copy_(pages)
         self.count[:, 0, 0].copy_(count)
+        self.update_rule(step, begin)
+
+    def update_rule(self, step: DecodingStep, begin: Tensor | None) -> None:
+        """Update what `rule` reads. begin: int64 [rows], the first visible key; None: of no window."""
+        tail, end, head, start = self.bounds
+        tail.copy_(step.page)
+        end.copy_(step.kv_index[1] + 1)
+        # head and start stay 0 without a window
+        if begin is not None:
+            head.copy_(self.pages[:, 0, 0, 0])
+            start.copy_(begin % step.page_size)
+
+
+class DraftMask(PageMask):
+    """A BlockMask for rows of several tokens, of which later ones see more keys.
+
+    All samples that share a page have it in the same column of their block tables: it tells the
+    positions of the page's keys.
+    queries: how many each sample has; the token is their number modulo the step's width.
+    """
+
+    def rule(self, step: DecodingStep, numbers: Callable[..., Tensor]) -> Callable:
+        # [pages of the pool]
+        self.columns = columns = numbers(step.pool_pages)
+        positions = step.positions.view(-1, step.width)
+        size = step.page_size
+        width = step.width
+        window = self.window or step.pool_pages * size
+
+        def allows(row, _, query, key):
+            position = columns[key // size] * size + key % size
+            own = positions[row, query % width]
+            return (position <= own) & (position > own - window)
+
+        return allows
+
+    def update_rule(self, step: DecodingStep, begin: Tensor | None) -> None:
+        table = step.block_table
+        columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+        self.columns[table] = columns.expand_as(table)
 
 
 def split_kv(k: Tensor, v: Tensor | int) -> tuple[list[Tensor], int]:

@@ -13,7 +13,7 @@ had: they are put back when sampling ends.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import NamedTuple
 
@@ -92,10 +92,11 @@ def uncompiled(kind: type) -> type:
 
 
 class SamplerWeights:
-    """The weights of `model`, a decoder."""
+    """The weights of `model`, a decoder. draft: those of the one that drafts, in use together."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, draft: "SamplerWeights | None" = None):
         self.model = model
+        self.draft = draft
         device = model.head_weight.device
         # FSDP gathers a layer's weights and frees them
         whole = not isinstance(model, FSDPModule)
@@ -123,7 +124,8 @@ class SamplerWeights:
         self.entered = True
         try:
             self._enter()
-            yield
+            with self.draft.in_use() if self.draft else nullcontext():
+                yield
         finally:
             self._leave()
             self.entered = False

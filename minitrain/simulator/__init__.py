@@ -1,16 +1,17 @@
-"""A config's step on machines that are not here: counted on fake tensors, then turned into seconds.
+"""Predict a config's step on other machines: count it on fake tensors, then turn counts into seconds.
 
 Read in this order:
-    fake_world  runs one rank's step, the product's own path, in a world of any size; dry_run: its
-                memory and sizes alone
-    trace       what it does: kernels, messages, memory; operators: what each costs; marks: where
-                passes and blocks begin; repeat: a compiled graph is traced once
-    timeline    a trace and a System of bench/systems.yaml become seconds
-    replay      a pipeline's ranks side by side
-    simulate    from a config to its step; simulate_policy: a GRPO step
-    predict     from a row to its result, and to that of the published run
-    calibrate   a System with the rates of this machine; sweep: rank layouts; chrome: traces to see
-    tracers     the processes that trace ranks side by side
+    fake_world  run one rank's training step, by the code that also trains, in a world of any size;
+                dry_run: only its memory and parameter counts
+    trace       record kernels, collectives and memory; operators: the cost of each operator; marks:
+                where passes and blocks begin; repeat: trace a compiled graph once
+    timeline    turn a trace into seconds on a System (bench/systems.yaml)
+    replay      run a pipeline's ranks side by side
+    simulate    from a config to its simulated step; simulate_policy: a GRPO step
+    predict     from a row to its result, and to the prediction of the published run
+    calibrate   a System with the measured rates of this machine
+    sweep       try combinations of settings; chrome: write Chrome traces
+    tracers     start the server whose processes trace ranks in parallel
 
-Not here: what a measured step is compared with (bench/), constants (bench/systems.yaml).
+Not here: published figures, and constants of machines (bench/).
 """

@@ -1,7 +1,7 @@
 """Measure this machine's rates (`bench.py --calibrate`), and simulate with them (`--system FILE`).
 
-One GPU tells how fast its matrix products, attention and memory are. Links, latencies and memory
-size stay those of the named system whose GPU it is.
+The rates of matrix products, attention and memory are measured on one GPU. Links, latencies and
+memory size stay those of the system in systems.yaml that has this GPU.
 """
 
 from dataclasses import replace
@@ -24,16 +24,17 @@ from minitrain.settings import Config
 from minitrain.simulator.timeline import System, load_system, own_system
 from minitrain.simulator.trace import Event
 
+# per element
 BYTES = {"bf16": 2, "fp8": 1}
-# the share of a large addition's rate that fused kernels reach, on the H200 of results/h200
+# bytes/s of fused kernels over bytes/s of a large addition, measured on the H200 of results/h200
 FUSED_SHARE = 0.89
 
 
 def calibrate(device: torch.device) -> dict:
-    """Measure the rates of `device`; on CPUs in fp32. Return them as a result to write.
+    """Measure the rates of `device` and return them as a result: in bf16 and FP8, on CPUs in fp32.
 
     matmul: FLOP/s by precision. attention_forward, attention_backward: FLOP/s of causal attention,
-    of which half of the square counts. memory: bytes/s.
+    counting half of all pairs. memory: bytes/s.
     """
     on_gpu = device.type == "cuda"
     dtypes = {"bf16": torch.bfloat16} if on_gpu else {"fp32": torch.float32}
@@ -54,7 +55,7 @@ def calibrate(device: torch.device) -> dict:
 
 
 def system_with(device: str) -> str | None:
-    """Return the system of systems.yaml whose GPU's name is in the device's, the longest if several."""
+    """Return the system whose GPU's name is part of the device's name; of several, the longest."""
     names = {
         name.removeprefix("dgx-").replace("-", " ").upper(): name for name in constants("systems")
     }
@@ -62,19 +63,16 @@ def system_with(device: str) -> str | None:
 
 
 def chosen_system(config: Config, word: str | None) -> System:
-    """Return what --system names, or by default what the config's published row ran on.
-
-    Raises InputError for an unknown one.
-    """
-    return (
-        load_system(own_system(config), "reference.system") if word is None else find_system(word)
-    )
+    """Return the system that --system names; without it, the published row's. Raises InputError."""
+    if word is None:
+        return load_system(own_system(config), "reference.system")
+    return find_system(word)
 
 
 def find_system(word: str) -> System:
-    """Return a system by name, or with the rates of the last calibration in a file.
+    """Return the system with this name, or with the rates of the last calibration in this file.
 
-    Raises InputError for an unknown name, or a file without one of a known GPU.
+    Raises InputError for an unknown name, or for a file without a calibration of a known GPU.
     """
     if not Path(word).is_file():
         return load_system(word)
@@ -92,16 +90,16 @@ def find_system(word: str) -> System:
 
 
 def calibrated(system: System, outcome: dict) -> System:
-    """Return the system with rates by which it predicts the times that were measured.
+    """Return the system with rates that make it predict the measured times.
 
-    All attention kernels are changed by the same factors, those of the measured causal one.
+    The factor found for the causal attention kernel is applied to all attention kernels.
     """
     system = replace(
         system, name=f"{system.name} (calibrated)", memory=FUSED_SHARE * outcome["memory"]
     )
     rates = {}
     for name in BYTES.keys() & outcome["matmul"].keys():
-        # a product of square matrices: FLOPs, and bytes of two factors and a bf16 result
+        # the measured product of square matrices: two factors, and a bf16 result
         work = 2 * MATMUL_SIZE**3
         moved = (2 * BYTES[name] + 2) * MATMUL_SIZE**2
         square = Event(

@@ -1,8 +1,8 @@
-"""Write a simulation as a trace that chrome://tracing and ui.perfetto.dev open.
+"""Write a simulation as a trace that chrome://tracing and ui.perfetto.dev can open.
 
-A process for each rank of a pipeline, and one for all its stages. In a rank, a lane for each stream
-and a track of the memory that it holds. On the compute stream slices are nested: the step, a
-micro-batch, its forward or backward pass, a block, a kernel with its shape.
+Each traced rank is a process with a lane per stream and a track of its memory. On the compute stream
+slices are nested: step, micro-batch, forward or backward pass, block, kernel with its shape. For a
+pipeline, one more process shows all stages.
 """
 
 import json
@@ -17,15 +17,15 @@ from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace
 
 MICROSECONDS = 1e6
 PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-# micro-batch, pass, block; as many of them as an event is part of
+# names of the enclosing slices, the outer ones first: micro-batch, pass, block
 Place = tuple[str, ...]
 
 
 def write_trace(simulation: Simulation, path: str) -> None:
-    """Write every rank that was run, with its streams, and the pipeline's actions by stage.
+    """Write the traced ranks with their streams, and the pipeline's actions by stage.
 
-    A rank shows the micro-batches that were run, which stand for all (see simulate.py); the stages
-    show all of them. Raises InputError if `path` cannot be written.
+    Ranks show only the micro-batches that were traced (see simulate.py); stages show all of them.
+    Raises InputError if `path` cannot be written.
     """
     events = []
     for rank, line in simulation.lines.items():
@@ -39,8 +39,8 @@ def write_trace(simulation: Simulation, path: str) -> None:
         for span in line.spans:
             event = trace.events[span.event]
             name = f"{span.name} {shape_of(event)}"
-            told = {"kind": span.kind, "FLOPs": event.flops}
-            events.append(box(rank, lanes[span.stream], name, span.begin, span.end, **told))
+            arguments = {"kind": span.kind, "FLOPs": event.flops}
+            events.append(box(rank, lanes[span.stream], name, span.begin, span.end, **arguments))
         for held, at in zip(trace.held, line.at, strict=True):
             kinds = dict(zip(MEMORY_KINDS, held, strict=True))
             counter = {"ph": "C", "pid": rank, "name": "bytes", "ts": at * MICROSECONDS}
@@ -60,9 +60,9 @@ def write_trace(simulation: Simulation, path: str) -> None:
 
 
 def enclosing(rank: int, lane: int, trace: Trace, line: Timeline) -> Iterator[dict]:
-    """Yield the slices around the compute stream's kernels, the outer ones first.
+    """Yield the slices that enclose the compute stream's kernels, the outer ones first.
 
-    A kernel that the compiler fuses from two blocks counts as the second's.
+    A kernel that is fused from operators of two blocks is shown in the second block.
     """
     spans = [span for span in line.spans if span.stream == "compute"]
     places = places_of(trace)
@@ -80,10 +80,10 @@ def enclosing(rank: int, lane: int, trace: Trace, line: Timeline) -> Iterator[di
 
 
 def places_of(trace: Trace) -> list[Place]:
-    """Return where in the step each event is."""
+    """Return the place of each event in the step."""
     marks = dict(trace.marks)
     if any(isinstance(label, tuple) for label in marks.values()):
-        # inside a pipeline's actions a stage marks its passes, too
+        # in a pipeline the schedule's actions are marked, so marks of passes within them are redundant
         marks = {i: label for i, label in trace.marks if label not in ("forward", "backward")}
     blocks = dict(trace.blocks)
     batch = -1
@@ -94,7 +94,7 @@ def places_of(trace: Trace) -> list[Place]:
         if index in marks:
             label = marks[index]
             batch += label == "forward"
-            # a block's backward pass has no mark where it ends
+            # no mark shows where a block's backward pass ends
             block = None
             if isinstance(label, tuple):
                 stage, kind, number = label
@@ -109,7 +109,7 @@ def places_of(trace: Trace) -> list[Place]:
 
 
 def shape_of(event: Event) -> str:
-    """Return the sizes of a product or attention, as in Event, or else the bytes that move."""
+    """Return the sizes of a matrix product or of attention (see Event); otherwise the bytes moved."""
     if event.sizes:
         return " x ".join(str(round(size)) for size in event.sizes)
     moved = event.payload or sum(size for _, size in event.reads + event.writes)
@@ -117,6 +117,7 @@ def shape_of(event: Event) -> str:
 
 
 def box(process: int, lane: int, name: str, begin: float, end: float, **arguments) -> dict:
+    """Return a slice of a lane, from second `begin` to `end`."""
     return {
         "ph": "X",
         "pid": process,
@@ -129,6 +130,6 @@ def box(process: int, lane: int, name: str, begin: float, end: float, **argument
 
 
 def named(kind: str, name: str, process: int, lane: int = 0) -> dict:
-    """Name a process or, with kind="thread", a lane of it."""
-    told = {"name": name}
-    return {"ph": "M", "name": f"{kind}_name", "pid": process, "tid": lane, "args": told}
+    """Return the event that names a process or, with kind="thread", one of its lanes."""
+    args = {"name": name}
+    return {"ph": "M", "name": f"{kind}_name", "pid": process, "tid": lane, "args": args}

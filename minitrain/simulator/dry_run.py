@@ -1,4 +1,4 @@
-"""Say what a config would need, without running it: memory by tracing, sizes by a dry run."""
+"""Tell what a config needs without running it: memory by tracing a step, sizes by a dry run."""
 
 import os
 from functools import partial
@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.shards import to_local
-from minitrain.run.config.environment import world_size
-from minitrain.run.config.layout_checks import check_layout, micro_batches, stated_ranks
-from minitrain.run.launch.failures import rank
+from minitrain.run.config.environment import rank, world_size
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.ranks import micro_batches, stated_ranks
 from minitrain.run.launch.start import meshes_of
 from minitrain.settings import Config
 from minitrain.simulator.fake_world import fake_world, trace_step
@@ -18,22 +18,22 @@ from minitrain.training.footprint import describe_sizes, footprint
 
 
 def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
-    """Return GiB of rank 0 by kind (parameters, gradients, ...) when their sum is largest.
+    """Return rank 0's peak memory in GiB, by kind (parameters, gradients, ...).
 
-    Call it before a process group starts.
+    Call before a process group starts.
     """
     return {kind: size / 2**30 for kind, size in trace_step(config, world_size).peak.items()}
 
 
 def announce_memory(row: str, config: Config) -> dict[str, float]:
-    """Print, before anything is allocated, how much memory a rank will need.
+    """Print how much memory a rank will need, before any is allocated.
 
-    Returns that for the config's result. Under torchrun for the first config alone, whose process
-    group stays up.
+    Returns the keys for the config's result: none on other ranks than 0 and, under torchrun, none
+    after the first config, whose process group must stay.
     """
     if rank() != 0:
         return {}
-    # An earlier config made the group; the estimate has one of its own.
+    # an earlier config left a group; the estimate needs a fake one
     if dist.is_initialized():
         if "WORLD_SIZE" in os.environ:
             return {}
@@ -46,7 +46,7 @@ def announce_memory(row: str, config: Config) -> dict[str, float]:
 
 
 def dry_run(config: Config) -> str:
-    """Parallelize the config's model on the meta device, and describe the result.
+    """Parallelize the config's model on the meta device and return a line of its sizes.
 
     Raises InputError for a config that cannot run.
     """

@@ -1,16 +1,17 @@
-"""Run one rank's training step in a world of any size on fake tensors, and trace it.
+"""Trace one rank's training step on fake tensors, in a world of any size.
 
-Nothing is computed, sent or allocated. What runs is what `bench.py` measures: the same model,
-layout, compiler, loop and optimizer. Four things differ:
+Nothing is computed, sent or allocated. The code that runs is the one `bench.py` measures: the same
+model, layout, compiler, loop and optimizer. Four things differ:
 
 - the process group is torch's fake one;
 - tensors are fake, and on the CPU;
-- attention is one operator that knows how many pairs of query and key its mask allows, or the parts
-  of models/merged_attention.py, which need no stand-in;
-- the head's gradient is accumulated by its matrix product, as on CUDA.
+- attention is one operator that knows how many query-key pairs its mask allows (the parts of
+  models/merged_attention.py are operators already and need no stand-in);
+- the head's weight gradient is accumulated by the matrix product itself, as on CUDA.
 
-The compiler does all but write kernels: it cuts each block into a forward and a backward graph, and
-decides what is kept between them. Left out of memory: what is being sent between pipeline stages.
+The compiler does everything except generate kernels: it cuts each block into a forward and a backward
+graph, and decides which tensors are saved between them. Memory leaves out the buffers that are in
+flight between pipeline stages.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# It calls a graph that gets no kernels.
+# torch.compile's backend without kernels calls debugging.boxed_nop, which has no public name
 from torch._dynamo.backends import debugging
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module
@@ -33,8 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitrain.data.datasets import open_dataset
 from minitrain.models.attention import Mask, apply_sinks
-from minitrain.models.fp8 import is_placeholder
 from minitrain.models.merged_attention import MAX_CHANNELS, merged_attention
+from minitrain.models.quantize import is_placeholder
 from minitrain.parallel import recompute, shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.run.launch.start import meshes_of
@@ -48,8 +49,9 @@ from minitrain.training.build import allocate, lay_out, make_model
 from minitrain.training.ema import update_averages
 from minitrain.training.loop import Trainer
 
-# exchange points for attention: over tokens, and to a video's text
+# the models' exchange points for attention: over tokens, and from a video to its text
 ATTENDING = ("attend", "attend_text")
+# a name in parallel/shards.py that `stand_ins` replaces
 OFFSETS = "compute_local_shape_and_global_offset"
 
 
@@ -57,7 +59,7 @@ OFFSETS = "compute_local_shape_and_global_offset"
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Make a process group of `world_size` ranks in which this process is `rank`.
 
-    The other ranks do not exist; collectives return at once.
+    The other ranks do not exist; collectives return immediately.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -67,8 +69,8 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
-    """Return the dimensions and the ranks of every mesh's process groups, by name."""
-    # several dimensions may share a group
+    """Return each process group's mesh dimensions and ranks, by the group's name."""
+    # meshes may share a group under different dimension names
     groups: dict[str, tuple[list[str], list[int]]] = {}
     for field in fields(meshes):
         mesh = getattr(meshes, field.name)
@@ -86,10 +88,10 @@ def process_groups(meshes: Meshes) -> dict[str, tuple[list[str], list[int]]]:
 def fake_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, pairs: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Stand in for attention and its log-sum-exp, [batch, heads, queries].
+    """Stand in for attention; return its output and log-sum-exp [batch, heads, queries].
 
     q: [batch, heads, queries, head_dim]; k, v: [batch, kv_heads, keys, head_dim].
-    causal, pairs: as in `attention_work`.
+    causal, pairs: see `attention_work`.
     """
     raise NotImplementedError("this operator exists for fake tensors only")
 
@@ -110,7 +112,7 @@ def fake_attention_backward(
 
 @fake_attention.register_fake
 def _(q, k, v, causal, pairs):
-    # The kernels lay it out so: heads next to their channels.
+    # attention kernels return memory of layout [batch, queries, heads, head_dim]
     batch, heads, queries, _ = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[-1])
     out = out.transpose(1, 2)
@@ -143,10 +145,10 @@ FAKE_ATTENTION_WORK = {
 def fake_attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Stand in for models/attention.py's `attention`, of the same shapes."""
-    # `counting_mask` has put the number of pairs where a mask tensor would be
+    """Stand in for models/attention.py's `attention`, with the same shapes."""
+    # `counting_mask` puts the number of pairs in the place of a mask tensor
     mask = mask or Mask(causal=False)
-    # cuDNN's kernels, as `takes_parts` says on a GPU
+    # on a GPU `takes_parts` chooses cuDNN's kernels in these cases
     widest = max(q.shape[3], v.shape[3])
     if mask.chunks and mask.attn_mask is not None and widest <= MAX_CHANNELS:
         return merged_attention(q, k, v, mask.chunks, sinks)
@@ -164,19 +166,18 @@ def counting_mask(
     window=None,
     plain=True,
 ) -> Mask:
-    """Stand in for `make_mask`: count the pairs that it would allow in a row.
+    """Stand in for `make_mask`: count the query-key pairs per row that the mask would allow.
 
-    visible: with document ids, the share of a row's causal pairs whose two tokens belong to one
-        document.
-    Context-parallel ranks have equally many pairs each, so a rank with `q_positions` has its share
-    of the row's.
+    visible: with document ids, the share of a row's causal pairs that lie within one document.
+    Context-parallel ranks have equal numbers of pairs, so a rank with `q_positions` gets its share of
+    the row's.
     """
     if plain and document_ids is None and window is None and (q_positions is None or not causal):
         return Mask(causal)
     seen = length if document_ids is None else length * visible
     pairs = length * seen / (2 if causal else 1)
     if window is not None:
-        # flops.py's Work.keys has the same formula.
+        # the same formula as Work.keys in run/monitor/flops.py
         pairs -= length * max(seen - window, 0) ** 2 / seen / 2
     if q_positions is not None:
         return Mask(causal, pairs * len(q_positions) / length)
@@ -194,12 +195,12 @@ def fake_add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 def trace_step(
     config: Config, world_size: int, rank: int = 0, visible: float | None = 1.0
 ) -> Trace:
-    """Record what `rank` does in an optimizer step for which optimizer states exist already.
+    """Trace an optimizer step of `rank`, after the first step, when optimizer states exist.
 
-    visible: see `counting_mask`; None leaves attention and the head's gradient as they are on CPUs.
-    The trace has marks: `forward` and `backward` where a micro-batch's passes begin, `optimizer`
-    where gradients are complete. In a pipeline they are (stage, F, B or W, micro-batch) where an
-    action of the schedule begins, and None where it ends.
+    visible: see `counting_mask`; None keeps attention and the head's gradient as they are on CPUs.
+    Marks of the trace: `forward` and `backward` where a micro-batch's passes begin, `optimizer`
+    where gradients are complete. In a pipeline also (stage, kind, micro-batch), see replay.Action,
+    where an action of the schedule begins, and None where it ends.
     """
     with fake_world(world_size, rank), stand_ins(visible):
         meshes = meshes_of(config, "cpu")
@@ -210,14 +211,14 @@ def trace_step(
                 replace(config, device="cpu"), meshes, build=partial(build_counted, visible)
             )
             make_optimizer_states(trainer)
-            # fake tensors hold no labels to count
+            # fake tensors have no values, so their labels cannot be counted
             trainer.objective.count = lambda batch: 1
             record_step(trainer, dataset, tracer)
     return tracer.trace
 
 
 def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
-    """Record step 0 of a trainer whose optimizer states exist. Its tensors may be real or fake."""
+    """Trace step 0 of a trainer whose optimizer states exist. Its tensors may be real or fake."""
     states = trainer.optimizer.state.values()
     tracer.hold(parts(trainer.model.state_dict().values()), "parameters")
     tracer.hold(parts(value for state in states for value in state.values()), "optimizer")
@@ -229,8 +230,8 @@ def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
 def build_counted(
     visible: float | None, config: Config, meshes: Meshes, fill: Callable | None = None
 ) -> Module:
-    """Stand in for `build_model`: the same layout, of a model that counts. Values are undefined."""
-    # the layout works on the meta device, whose tensors cannot be fake too
+    """Stand in for `build_model`: lay out a model from `make_counted`. Its values are undefined."""
+    # layouts are made on the meta device, whose tensors cannot also be fake
     with unset_fake_temporarily():
         model = lay_out(partial(make_counted, visible, config), config, meshes)
     allocate(model, config, meshes.device)
@@ -238,9 +239,9 @@ def build_counted(
 
 
 def make_counted(visible: float | None, config: Config, **stage) -> Module:
-    """Return `make_model`'s model, or stage, with stand-ins at its exchange points.
+    """Return `make_model`'s model, or stage, with stand-ins for attention and compilation.
 
-    Attention only counts, unless `visible` is None, and compilation writes no kernels.
+    With `visible` None, attention stays as it is.
     """
     model = make_model(config, **stage)
     for block in model.blocks:
@@ -256,24 +257,25 @@ def make_counted(visible: float | None, config: Config, **stage) -> Module:
 
 @contextmanager
 def stand_ins(visible: float | None) -> Iterator[None]:
-    """Replace what has no exchange point, for tensors that are fake.
-
-    Of the package that is the head's gradient, which CPUs sum up otherwise than CUDA; the others
-    are torch's. Meanwhile the operators of fake attention are known to recomputation, which saves
-    their outputs, and to the tracer, which counts their work.
-    """
+    """Patch functions that models have no exchange points for, so that they work on fake tensors."""
     saved = recompute.ATTENTION | {torch.ops.minitrain.attention.default}
     patches = [
+        # recomputation saves the outputs of fake attention too, and the tracer counts its work
         patch.object(recompute, "ATTENTION", saved),
         patch.dict(ATTENTION_WORK, FAKE_ATTENTION_WORK),
+        # reads numbers back from tensors
         patch.object(shards, OFFSETS, without_fake_tensors(getattr(shards, OFFSETS))),
+        # fake tensors cannot become the subclass that FP8's placeholders are (fsdp_fp8.Unstrided), so
+        # torch.as_strided gets its behavior
         patch.object(Tensor, "as_subclass", lambda tensor, kind: tensor),
         patch.object(
             torch, "as_strided", partial(as_strided_unless_placeholder, torch.as_strided)
         ),
+        # trace each compiled graph once
         patch.object(debugging, "boxed_nop", RepeatedGraph),
     ]
     if visible is not None:
+        # CPUs accumulate the head's gradient differently than CUDA
         patches.append(patch.object(loss, "_add_product", fake_add_product))
     with ExitStack() as stack:
         for each in patches:
@@ -282,7 +284,7 @@ def stand_ins(visible: float | None) -> Iterator[None]:
 
 
 def without_fake_tensors(function: Callable) -> Callable:
-    """Wrap a function that must not see fake tensors, as it reads numbers back."""
+    """Wrap a function so that the tensors it creates are real."""
 
     def run(*args):
         with unset_fake_temporarily():
@@ -294,17 +296,17 @@ def without_fake_tensors(function: Callable) -> Callable:
 def as_strided_unless_placeholder(
     as_strided: Callable, tensor: Tensor, *args, **kwargs
 ) -> Tensor:
-    """Return placeholders as they are, as parallel/fsdp_fp8.py's tensor subclass does in FSDP."""
+    """Return FP8's placeholders unchanged, other tensors strided."""
     return tensor if is_placeholder(tensor) else as_strided(tensor, *args, **kwargs)
 
 
 def compile_without_kernels(module: Module, options: dict | None = None, **others) -> None:
-    """Stand in for `module.compile`."""
+    """Stand in for `module.compile`: make the compiler's graphs, but generate no kernels."""
     Module.compile(module, backend="aot_eager_decomp_partition", **others)
 
 
 def make_optimizer_states(trainer: Trainer) -> None:
-    """Make the optimizer's states, as a first step would."""
+    """Create the optimizer's states, as a first step would."""
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

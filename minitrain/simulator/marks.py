@@ -24,7 +24,7 @@ def parts(values: Iterable) -> list[Tensor]:
 
 @contextmanager
 def marked_schedule(tracer: Tracer) -> Iterator[None]:
-    """Mark the actions of a pipeline's stages."""
+    """Mark where each action of a pipeline's stages begins and ends."""
 
     def marked(method: Callable, kind: Callable[..., str]) -> Callable:
         def run(stage, index, *args, **kwargs):
@@ -48,9 +48,9 @@ def marked_schedule(tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
-    """Mark where each micro-batch's passes begin and where the last one ends.
+    """Mark where each micro-batch's passes begin, and where the last one ends.
 
-    There, count memory that outlives a pass under its own kind: gradients, and FP8 weights.
+    At these marks, count memory that outlives a pass under its own kind: gradients and FP8 weights.
     """
     loss = trainer.objective.loss
     update = trainer.optimizer.step
@@ -58,7 +58,7 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
         shards for m in trainer.model.modules() for shards, _ in getattr(m, "shards", {}).values()
     }
 
-    # where a DTensor hands out its local tensor as it is
+    # without no_grad, to_local would return a view that autograd tracks
     @torch.no_grad()
     def count_lasting() -> None:
         tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
@@ -89,16 +89,16 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
 
 
 def mark_blocks(model: Module, tracer: Tracer) -> None:
-    """Note from now on where the passes of each block begin, and where its forward pass ends."""
+    """Mark from now on where the passes of each block begin, and where its forward pass ends."""
 
     def note(name: str | None) -> None:
         tracer.trace.blocks.append((len(tracer.trace.events), name))
 
-    # a class for each kind of block, not for each block: its forward is compiled once
+    # one class per kind of block, so that its forward is compiled once, not for each block
     @cache
     def noted(kind: type) -> type:
         class Noted(kind):
-            # outside what is compiled
+            # `__call__` runs outside of the compiled part
             def __call__(self, *args, **kwargs):
                 name = names[self]
                 note(name)

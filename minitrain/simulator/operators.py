@@ -1,6 +1,6 @@
-"""Find what a call of an operator costs, from its name and its tensors' shapes.
+"""Derive the cost of an operator call (kind of kernel, FLOPs, bytes) from its name and shapes.
 
-That is the kind of kernel, FLOPs and bytes. Views and allocations cost nothing.
+Views and allocations cost nothing.
 """
 
 from collections.abc import Callable
@@ -9,18 +9,18 @@ from math import ceil, prod
 import torch
 from torch import Tensor
 
-# neither has a public name
+# no public names
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import minitrain.models.fp8
 import minitrain.models.lora
-import minitrain.models.merged_attention  # noqa: F401  these three define operators
+import minitrain.models.merged_attention  # noqa: F401  these three files define operators
 from minitrain.errors import InputError
 
 aten = torch.ops.aten
-# operators that read as many rows of their large operand as they write
+# operators that read only as many rows of their large operand as they write
 ROWS_READ = ("embedding", "index_select", "gather", "index", "scatter", "scatter_add")
 ALLOCATING = ("set_", "resize_", "_unsafe_view", "_reshape_alias")
 
@@ -28,10 +28,10 @@ ALLOCATING = ("set_", "resize_", "_unsafe_view", "_reshape_alias")
 def wrapped_operator(
     op: HigherOrderOperator | OpOverload, args: tuple
 ) -> tuple[OpOverload, tuple]:
-    """Return the operator that a higher-order one runs, with its arguments; others as they are.
+    """Return the operator that a higher-order operator runs, with its arguments.
 
-    Recomputation wraps operators that draw random numbers: it saves the random state, or gives it
-    back (run_and_save_rng_state).
+    Others are returned unchanged. Recomputation wraps operators that draw random numbers in such
+    operators, which save or restore the random state (run_and_save_rng_state).
     """
     if not isinstance(op, HigherOrderOperator):
         return op, args
@@ -44,7 +44,7 @@ def wrapped_operator(
 
 
 def is_free(op: OpOverload) -> bool:
-    """Return whether it moves nothing: a view, a mark for the profiler, a number read back."""
+    """Return whether an operator moves no data: views, profiler marks, `item()`."""
     infos = [result.alias_info for result in op._schema.returns]
     if infos and all(info is not None and not info.is_write for info in infos):
         return True
@@ -56,12 +56,12 @@ def is_allocation(name: str) -> bool:
 
 
 def tensors(tree, kind: type = Tensor) -> list:
-    """Return the tensors in nested lists, tuples and dicts, or what else is of a `kind`."""
+    """Return the tensors, or the objects of another `kind`, in nested lists, tuples and dicts."""
     return [x for x in tree_leaves(tree) if isinstance(x, kind)]
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage object; that of its data is 0 where tensors are fake."""
+    """Return the address of a storage object. Fake tensors have no data whose address would do."""
     return storage._cdata
 
 
@@ -78,17 +78,14 @@ def written_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]
 
 
 def traffic(tensor: Tensor) -> int:
-    """Return the bytes that reading or writing a tensor [...] moves.
-
-    Repeated elements of an expanded tensor count once.
-    """
+    """Return the bytes moved by reading or writing a tensor; expanded elements count once."""
     # a dimension with stride 0 repeats the same elements
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(n for n, stride in strides if stride) * tensor.element_size()
 
 
 def operator_work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, object]:
-    """Return an Event's kind, its FLOPs, and its sizes if these matter."""
+    """Return the kind and FLOPs of an Event, and its sizes if its cost depends on them."""
     packet = op.overloadpacket
     if packet in FACTORS:
         # [..., m, k] and [..., k, n]
@@ -98,13 +95,13 @@ def operator_work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, obj
         n = b.shape[-1]
         kind = "gemm"
         sizes = batch, m, n, k
-        if packet is aten._grouped_mm:
+        if packet in (aten._grouped_mm, torch.ops.minitrain.scaled_grouped_mm):
             kind = "grouped"
             experts = len(b if b.dim() == 3 else out)
-            # rows by expert times a stack of weights
+            # rows are grouped by expert: forward pass, or gradient of the input
             sizes = experts, ceil(m / experts), n, k
             if b.dim() == 2:
-                # k is cut by expert, which gives a stack of weights' gradients
+                # the inner dimension is grouped by expert: gradient of the stacked weights
                 sizes = experts, m, n, ceil(k / experts)
         return {"kind": kind, "flops": 2 * batch * m * n * k, "sizes": sizes}
     if packet in ATTENTION_WORK:
@@ -115,13 +112,15 @@ def operator_work(op: OpOverload, name: str, args, kwargs, out) -> dict[str, obj
     return {"kind": "memory", "flops": 0}
 
 
-# the two factors among a matrix product's arguments
+# matrix product -> function that picks the two factors among its arguments
 FACTORS: dict[object, Callable] = {
     **dict.fromkeys(
         (aten.mm, aten.bmm, aten._grouped_mm, aten._scaled_mm, torch.ops.minitrain.scaled_mm),
         lambda a, b, *_: (a, b),
     ),
-    # addmm_: the head's weight gradient in fp32
+    # both factors sum over their columns
+    torch.ops.minitrain.scaled_grouped_mm: lambda a, b, *_: (a, b.mT),
+    # addmm_ computes the head's weight gradient in fp32
     **dict.fromkeys(
         (aten.addmm, aten.addmm_, aten.baddbmm, torch.ops.minitrain.add_product),
         lambda total, a, b, *_: (a, b),
@@ -138,19 +137,19 @@ def attention_work(
     pairs: float | None = None,
     backward: bool = False,
 ) -> dict[str, object]:
-    """Return an attention Event's kind, FLOPs, sizes and form.
+    """Return the kind, FLOPs, sizes and form of an attention Event.
 
     q, k, v: [batch, heads, seq, head_dim].
-    pairs: how many pairs of query and key in a row FlexAttention's mask allows; None for plain
-        attention: half of the square if causal, else all of it.
-    The backward pass has five products: scores again, and the gradients of weights, values, queries
-    and keys.
+    pairs: query-key pairs per row that FlexAttention's mask allows. None for plain attention: all
+        pairs, or half of them if causal.
+    The backward pass has five matrix products: the scores again, and the gradients of probabilities,
+    values, queries and keys.
     """
     rows, heads, queries, channels = q.shape
     form = "flex" if pairs is not None else "causal" if causal else "full"
     if pairs is None:
         pairs = queries * k.shape[2] / (2 if causal else 1)
-    # multiply-adds per pair and head; in the forward pass, of scores and of weights times values
+    # multiply-adds per pair and head; forward: scores, and probabilities times values
     products = 3 * channels + 2 * v.shape[-1] if backward else channels + v.shape[-1]
     return {
         "kind": "attention",

@@ -1,13 +1,13 @@
-"""Predict a config of any task, and the published run, where that differs by `reference.recipe`.
+"""Predict a config of any task, and the published run where it differed (`reference.recipe`).
 
-    compile         whether element-wise kernels become one
-    attention       the kernel of all attention, by its name in systems.yaml
-    micro_batches   so many go through a pipeline until it drains; it fills several times in a step
-    stack           the software it ran on, by its name in systems.yaml: other kernels, and what it
-                    costs besides
+A config is predicted as written, with our kernels. If the published run used other software, a recipe
+describes it, and the simulator's error is that of the prediction by the recipe. Keys of a recipe:
 
-The config is our form of the row, and is predicted as it is, with our kernels. The simulator's
-error is that of the prediction made here.
+    compile         whether the run fused element-wise kernels
+    attention       the kernel of all attention, a name in systems.yaml
+    micro_batches   how many micro-batches pass through the pipeline before it drains; it then fills
+                    and drains several times per step
+    stack           the run's software, a name in systems.yaml: other kernels and additional costs
 """
 
 import time
@@ -18,7 +18,7 @@ import torch
 from minitrain.bench.figures import placed, published_step_time, rates, token_flops
 from minitrain.bench.rows import constants
 from minitrain.data.datasets import open_dataset
-from minitrain.run.config.layout_checks import stated_ranks
+from minitrain.run.config.ranks import stated_ranks
 from minitrain.run.monitor.flops import visible_share
 from minitrain.settings import Config
 from minitrain.simulator.simulate import Simulation, record, time_traces
@@ -32,6 +32,7 @@ from minitrain.simulator.simulate_policy import (
 )
 from minitrain.simulator.timeline import System, own_system, peak_rate, rates_of
 
+# keys of the published run's prediction that are kept
 PREDICTED = (
     "step_time_s",
     "tokens_per_sec_per_gpu",
@@ -42,9 +43,9 @@ PREDICTED = (
 
 
 def predict(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """Return `predicted_row`, with what is predicted of the published run if that differed.
+    """Return `predicted_row`; with a recipe, the result has the published run as `as_published`.
 
-    Its figures are `as_published` of the result: the run is one on the row's own system.
+    The published run is predicted only on the row's own system.
     """
     simulation, outcome = predicted_row(config, row, system)
     is_published = "recipe" in config.reference and "layout" not in config.reference
@@ -54,9 +55,9 @@ def predict(config: Config, row: str, system: System) -> tuple[Simulation, dict]
 
 
 def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation, dict]:
-    """Return the simulation of an optimizer step, and the result of a config of any task.
+    """Return the simulation of an optimizer step, and the config's result.
 
-    Of a GRPO step, FLOPs and messages are those of its optimizer steps alone: sampling and
+    FLOPs and collectives of a GRPO step are those of its optimizer steps only, because sampling and
     log-probabilities are not traced.
     """
     began = time.perf_counter()
@@ -78,7 +79,7 @@ def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation,
 
 
 def as_published(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """Return the figures that differ from the config's own, whose simulation is given."""
+    """Return the figures of the published run. simulation: that of the config itself."""
     recipe = config.reference["recipe"]
     traces = simulation.traces
     stack = constants("stacks")[recipe["stack"]] if "stack" in recipe else {}
@@ -98,13 +99,13 @@ def as_published(config: Config, row: str, system: System, simulation: Simulatio
 def published_system(system: System, recipe: dict, stack: dict) -> System:
     """Return the system with the rates of the published run's kernels."""
     kernels = dict(system.attention)
-    told = stack | recipe
+    both = stack | recipe
     if "masks" in stack:
         kernels["flex"] = kernels[stack["masks"]]
     if "narrow" in stack:
         kernels["flex"] = replace(kernels["flex"], narrow=stack["narrow"])
-    if "attention" in told:
-        kernels = rates_of({"attention": dict.fromkeys(kernels, told["attention"])})["attention"]
+    if "attention" in both:
+        kernels = rates_of({"attention": dict.fromkeys(kernels, both["attention"])})["attention"]
     return replace(system, attention=kernels, **rates_of(stack.get("rates", {})))
 
 
@@ -112,7 +113,7 @@ def published_system(system: System, recipe: dict, stack: dict) -> System:
 
 
 def simulated_figures(config: Config, row: str, system: System, simulation: Simulation) -> dict:
-    """Return the config's result, with the keys of a measured one. The breakdown is the first rank's."""
+    """Return a training step's result, with the keys of a measured one; rank 0's breakdown."""
     tokens = config.batch.global_ * config.batch.seq_len / simulation.step / stated_ranks(config)
     flops = token_flops(config, visible_share(open_dataset(config)[0]))
     peaks = [trace.peak for trace in simulation.traces.values()]
@@ -132,10 +133,10 @@ def counted_result(
     peaks: list[dict[str, int]],
     steps: int = 1,
 ) -> dict:
-    """Return the row's counted figures, without those that the time model adds.
+    """Return the part of a result that is counted exactly, without the figures that involve time.
 
-    FLOPs and messages are the first rank's, memory is that of the rank that holds most.
-    peaks: bytes by kind that each rank holds. steps: optimizer steps that are counted.
+    FLOPs and collectives are rank 0's; memory is that of the rank with the most.
+    peaks: peak bytes of each rank, by kind. steps: number of optimizer steps to count.
     """
     peak = max(peaks, key=lambda peak: sum(peak.values()))
     size = sum(peak.values())

@@ -1,11 +1,13 @@
-"""Trace the operators of a compiled graph once, and repeat what they did at every later call.
+"""Trace a compiled graph once, and replay the recording at every later call, which saves time.
 
-The compiler cuts a block into graphs that are called thousands of times in a step, each of hundreds
-of operators, all without branches: they do the same in every layer and micro-batch. The first call
-on inputs of some layout runs operator by operator, and the tracer logs it: kernels, allocations,
-and what is freed when. Every later call adds this log to the trace, with the storages of its own
-inputs in place of the first call's. Nothing is estimated: the trace is the same as without.
+The compiler cuts a block into graphs of hundreds of operators, which a step calls thousands of times.
+Graphs have no branches, so every call with inputs of the same layout does the same. The first such
+call runs operator by operator while the tracer logs kernels, allocations and frees. Every later call
+adds the log to the trace, with the storages of its own inputs. The trace is exactly the same as
+without recordings.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +17,36 @@ from minitrain.simulator.operators import storage_address, tensors
 from minitrain.simulator.trace import Tracer
 
 
-class RepeatedGraph:
-    """A graph that torch.compile cut out of a block, and what it did when it was called.
+class Layout(NamedTuple):
+    """How a tensor lies in its storage."""
 
-    It stands in for torch's `boxed_nop`, which runs a graph on a list of inputs and empties it.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    storage_bytes: int
+
+
+class Output(NamedTuple):
+    """Where a graph's output comes from."""
+
+    # "input": it is an input or shares its storage; "new": it has a new storage; "constant"
+    kind: str
+    # index of that input; number of the new storage; the constant itself
+    value: object
+    # None for constants
+    layout: Layout | None
+
+
+class RepeatedGraph:
+    """A graph that torch.compile cut out of a block, with recordings of its calls.
+
+    It stands in for torch's `boxed_nop`, which runs a graph on a list of inputs and empties the list.
     """
 
     def __init__(self, graph: GraphModule, example_inputs: list):
         self.graph = graph
-        # tells torch that `__call__` takes a list of inputs, and empties it
+        # tells torch that `__call__` takes a list of inputs and empties it
         self._boxed_call = True
         self.recordings: dict[tuple, Recording] = {}
 
@@ -31,7 +54,7 @@ class RepeatedGraph:
         tracer = Tracer.active
         numbers = [tracer.number(x) if isinstance(x, Tensor) else None for x in inputs]
         layouts = tuple(map(layout, inputs))
-        # which of the inputs share a storage
+        # for each input, the first one that shares its storage
         shared = tuple(map(numbers.index, numbers))
         key = layouts, shared
         if key in self.recordings:
@@ -44,23 +67,24 @@ class RepeatedGraph:
 
 
 class Recording:
-    """The calls that a graph made to the tracer, in order, and the layouts of its outputs.
+    """The calls to the tracer that running a graph caused, in order, and the graph's outputs.
 
-    numbers: of the inputs' storages, None for what is no tensor.
+    numbers: storage numbers of the inputs; None for inputs that are no tensors.
     """
 
     def __init__(self, tracer: Tracer, graph: GraphModule, numbers: list[int | None]):
         self.tracer = tracer
         self.graph = graph
         self.inputs = numbers
+        # (method of the tracer, its arguments...) or ("dropped", indices of inputs)
         self.steps: list[tuple] = []
-        self.outputs: list[tuple] = []
-        # attributes of the graph are tensors that no input stands for
+        self.outputs: list[Output] = []
+        # attributes of a graph are tensors outside of its inputs, whose storages could differ
         self.can_repeat = not any(node.op == "get_attr" for node in graph.graph.nodes)
 
     def run(self, inputs: list) -> tuple:
-        """Run the graph, the first time; return its outputs."""
-        # inputs may be changed in place, or dropped
+        """Run the graph for the first time and return its outputs."""
+        # taken now, because running may resize or drop inputs
         given = list(map(layout, inputs))
         self.tracer.log = self.steps
         try:
@@ -70,71 +94,73 @@ class Recording:
         self.outputs = [self.describe(x, given) for x in outputs]
         return outputs
 
-    def describe(self, output, given: list[tuple]) -> tuple[str, object, tuple]:
-        """Return where an output comes from, and its layout.
-
-        ("input", index of the input that it is or shares memory with), ("new", number of its
-        storage) or ("constant", itself).
-        """
+    def describe(self, output, given: list) -> Output:
+        """Return where an output comes from. given: the layouts of the inputs."""
         if not isinstance(output, Tensor):
-            return "constant", output, ()
+            return Output("constant", output, None)
         number = self.tracer.number(output)
         seen = layout(output)
         if number not in self.inputs:
-            return "new", number, seen
-        place = next(
-            (i for i, n in enumerate(self.inputs) if n == number and given[i][0] == seen[0]), None
-        )
-        # None: a view as another dtype
-        self.can_repeat &= place is not None
-        return "input", place, seen
+            return Output("new", number, seen)
+        same = [
+            i for i, n in enumerate(self.inputs) if n == number and given[i].dtype == seen.dtype
+        ]
+        # a view of an input as another dtype cannot be made from the input by `as_strided`
+        self.can_repeat &= bool(same)
+        return Output("input", same[0] if same else None, seen)
 
     def repeat(self, tracer: Tracer, inputs: list, numbers: list[int | None]) -> tuple:
-        """Repeat the first call on inputs with these `numbers` of storages; return the outputs."""
+        """Replay the recording on inputs with these storage numbers; return the outputs."""
         # recorded number of a storage -> its number in this call
         now = dict(zip(self.inputs, numbers, strict=True))
         outputs = [
-            as_seen(inputs[x], seen) if kind == "input" else x for kind, x, seen in self.outputs
+            strided(inputs[output.value], output.layout)
+            if output.kind == "input"
+            else output.value
+            for output in self.outputs
         ]
-        self.follow(tracer, inputs, now)
+        self.replay(tracer, inputs, now)
         made: dict[int, Tensor] = {}
         with tracer.silent():
             for place, (kind, number, seen) in enumerate(self.outputs):
                 if kind == "new" and number not in made:
-                    made[number] = storage_of(seen)
+                    made[number] = new_storage(seen)
                     tracer.adopt(made[number], now[number])
                 if kind == "new":
-                    outputs[place] = as_seen(made[number], seen)
+                    outputs[place] = strided(made[number], seen)
         return tuple(outputs)
 
-    def follow(self, tracer: Tracer, inputs: list, now: dict[int | None, int | None]) -> None:
+    def replay(self, tracer: Tracer, inputs: list, now: dict[int | None, int | None]) -> None:
         """Call the tracer's methods as the first call did, and drop `inputs` where it did.
 
         now: number of a storage in the first call -> in this one.
         """
-        for act, *what in self.steps:
-            if act == "record":
-                tracer.record(what[0].renumbered(now))
-            elif act == "new_number":
-                now[what[0]] = tracer.new_number(what[1])
-            elif act == "dropped":
-                for place in what[0]:
-                    inputs[place] = None
-            # an input's storage is freed when dropped, or lives on elsewhere: not forgotten here
-            elif act != "forget" or what[0] not in self.inputs:
-                getattr(tracer, act)(now[what[0]], *what[1:])
+        for step in self.steps:
+            match step:
+                case "record", event:
+                    tracer.record(event.renumbered(now))
+                case "new_number", number, kind:
+                    now[number] = tracer.new_number(kind)
+                case "dropped", places:
+                    for place in places:
+                        inputs[place] = None
+                case "forget", number if number in self.inputs:
+                    # dropping the input frees its storage, unless the caller still holds it
+                    pass
+                case method, number, *arguments:
+                    getattr(tracer, method)(now[number], *arguments)
         inputs.clear()
 
 
 class _Steps(Interpreter):
-    """Runs a graph, and notes after which operator nothing in it needs an input's storage."""
+    """Run a graph, and note after which operator no value in it needs an input's storage."""
 
     def __init__(self, graph: GraphModule, inputs: list, steps: list[tuple]):
         super().__init__(graph)
         self.steps = steps
         # address of an input's storage -> indices of the inputs that share it
         self.places: dict[int, list[int]] = {}
-        # value that is still needed -> those of these storages that it is a view of
+        # value that is still needed -> addresses of the inputs' storages that it is a view of
         self.holders: dict[Node, set[int]] = {}
         for place, node in enumerate(graph.graph.find_nodes(op="placeholder")):
             self.holders[node] = addresses(inputs[place])
@@ -152,23 +178,28 @@ class _Steps(Interpreter):
 
 
 def addresses(value) -> set[int]:
+    """Return the addresses of the storages of all tensors in a value."""
     return {storage_address(x.untyped_storage()) for x in tensors(value)}
 
 
-def layout(x) -> tuple:
-    """Return a tensor's dtype, shape, strides, offset and size of storage; else (x,)."""
+def layout(x) -> object:
+    """Return a tensor's Layout; other inputs as they are, since a graph may depend on them."""
     if not isinstance(x, Tensor):
-        return (x,)
-    return x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), x.untyped_storage().nbytes()
+        return x
+    size = x.untyped_storage().nbytes()
+    return Layout(x.dtype, tuple(x.shape), x.stride(), x.storage_offset(), size)
 
 
-def as_seen(x: Tensor, seen: tuple) -> Tensor:
-    """Return the tensor itself, or a view of its storage with the layout `seen`."""
-    return x if layout(x) == seen else x.as_strided(*seen[1:4])
+def strided(x: Tensor, wanted: Layout) -> Tensor:
+    """Return the tensor itself, or a view of its storage with the wanted layout."""
+    if layout(x) == wanted:
+        return x
+    return x.as_strided(wanted.shape, wanted.strides, wanted.offset)
 
 
-def storage_of(seen: tuple) -> Tensor:
-    """Return a new tensor whose storage has the size that the layout `seen` tells."""
-    dtype, shape, strides, _, size = seen
-    exact = torch.empty_strided(shape, strides, dtype=dtype)
-    return exact if layout(exact) == seen else torch.empty(size // dtype.itemsize, dtype=dtype)
+def new_storage(wanted: Layout) -> Tensor:
+    """Return a new tensor on a storage of the layout's size; if possible, with that layout."""
+    exact = torch.empty_strided(wanted.shape, wanted.strides, dtype=wanted.dtype)
+    if layout(exact) == wanted:
+        return exact
+    return torch.empty(wanted.storage_bytes // wanted.dtype.itemsize, dtype=wanted.dtype)

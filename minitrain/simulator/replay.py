@@ -1,9 +1,9 @@
-"""Replay a whole pipeline from the seconds of each stage's passes: who waits for whom, how long.
+"""Replay a whole pipeline from the seconds of each stage's passes, to find its bubble.
 
-A trace shows one rank, for which every message is there at once. Here all ranks run torch's own
-order of actions, each as soon as its rank is free and its input has come: a forward pass from the
-stage before, a backward pass from the stage behind. Results travel beside compute, between two
-ranks and in one direction one after the other. What remains between the actions is the bubble.
+A trace shows one rank, which never waits for messages. Here all ranks run the actions in the order of
+torch's schedule. An action begins as soon as its rank is free and its input has arrived: a forward
+pass's from the previous stage, a backward pass's from the next stage. Messages overlap with compute;
+those from one rank to another are sent one after the other. The bubble is the time between actions.
 """
 
 from collections import defaultdict
@@ -12,42 +12,41 @@ from dataclasses import dataclass
 
 from minitrain.parallel.pipeline_stage import get_schedule_ops, schedule_class
 
-# torch's names and letters; the zero-bubble papers write B for I
+# torch's names of actions and its letters for them; the zero-bubble papers write B for I
 KIND_LETTERS = {
     "FORWARD": "F",
     "FULL_BACKWARD": "B",
     "BACKWARD_INPUT": "I",
     "BACKWARD_WEIGHT": "W",
 }
-# stage, kind, micro-batch: F forward, B backward pass, or its parts, I for inputs and W for weights
+# (stage, kind, micro-batch). Kinds: F forward, B backward; or, as two parts of a backward pass, I for
+# gradients of inputs and W for gradients of weights
 Action = tuple[int, str, int]
 
 
 @dataclass
 class Replay:
-    """What every rank of a pipeline does when.
+    """When every rank of a pipeline does what."""
 
-    spans: begin and end of every action, in seconds.
-    finished: when each rank was done with its actions.
-    ranks: which rank each stage is on.
-    """
-
+    # begin and end of every action, in seconds
     spans: dict[Action, tuple[float, float]]
+    # when each rank's last action ended
     finished: list[float]
+    # stage -> its rank
     ranks: dict[int, int]
 
     def busy(self) -> list[float]:
-        """Return the seconds that each rank worked."""
+        """Return the total seconds of each rank's actions."""
         totals = [0.0] * len(self.finished)
         for (stage, _, _), (begin, end) in self.spans.items():
             totals[self.ranks[stage]] += end - begin
         return totals
 
     def lanes(self, step: float, columns: int = 600) -> list[str]:
-        """Return a letter for each of `columns` equal parts of a step of `step` seconds, by rank.
+        """Return for each rank a letter per column; `columns` equal parts make `step` seconds.
 
-        F, B, I, W as in Action; U: it reduces gradients, waits for others to do so, or updates; a
-        dot: it is idle.
+        F, B, I, W: see Action. U: gradient reduction and update, or waiting for the others'. Dot:
+        idle.
         """
         lanes = [["."] * columns for _ in self.finished]
         for (stage, kind, _), (begin, end) in self.spans.items():
@@ -64,7 +63,7 @@ def schedule_order(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
 ) -> list[list[Action]]:
     """Return each rank's actions, in order."""
-    # torch has it, but lists a batch too many for its last rank
+    # torch's list for the last rank has a micro-batch too many
     if schedule == "1F1B":
         return [one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
     per_rank = get_schedule_ops(schedule_class(schedule), ranks, micro_batches, stages_per_rank)
@@ -77,8 +76,8 @@ def schedule_order(
 def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     """Return a rank's actions under 1F1B.
 
-    It runs as many forward passes as there are stages from it on. Then backward and forward passes
-    alternate.
+    It begins with one forward pass for each stage from its own to the last. Then backward and forward
+    passes alternate.
     """
     ahead = min(ranks - rank, micro_batches)
     actions = [(rank, "F", batch) for batch in range(ahead)]
@@ -90,9 +89,9 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[
 
 
 def schedule_actions(entry) -> list[Action]:
-    """Return an entry of torch's schedule as actions.
+    """Return the actions of an entry of torch's schedule.
 
-    Overlapped actions come one after the other. Idle time and reductions are no actions.
+    Overlapped actions become consecutive ones. Idle slots and gradient reductions are left out.
     """
     if entry is None:
         return []
@@ -108,20 +107,20 @@ def replay(
     message: float,
     ready: list[float] | None = None,
 ) -> Replay:
-    """Run each rank's actions in order, each as soon as its input is there.
+    """Run each rank's actions in order, each as soon as its input has arrived.
 
-    seconds(action): returns its duration.
-    message: seconds that a stage's result travels to another rank.
-    ready: when each rank can begin; by default, at once.
+    order: actions of each rank. seconds(action): returns its duration.
+    message: seconds of sending a stage's result to another rank.
+    ready: when each rank can begin; by default at 0.
     """
     ranks = {stage: rank for rank, actions in enumerate(order) for stage, _, _ in actions}
     spans: dict[Action, tuple[float, float]] = {}
-    # when an action's result is where it is needed
+    # when an action's result has reached the rank that needs it
     arrived: dict[Action, float] = {}
-    # (source, target) -> until when messages occupy the link
+    # (source, target) -> when the link becomes free
     links: defaultdict[tuple[int, int], float] = defaultdict(float)
     clocks = list(ready or [0.0] * len(order))
-    # the next action of each rank
+    # index of the next action of each rank
     places = [0] * len(order)
     waiting = set(range(len(order)))
     while waiting:
@@ -150,9 +149,9 @@ def replay(
 
 
 def arrival(action: Action, arrived: dict[Action, float], ranks: dict[int, int]) -> float | None:
-    """Return when an action's input from another stage is there; None if that is not known yet.
+    """Return when an action's input from another stage arrives; None if that is not known yet.
 
-    ranks: of the stages. Inputs from its own stage are there: the same rank made them before.
+    0 if no other stage sends it one: its rank has computed the input before. ranks: of the stages.
     """
     stage, kind, batch = action
     source, kinds = (stage - 1, "F") if kind == "F" else (stage + 1, "BI")

@@ -1,17 +1,16 @@
 """Predict a config on another machine: `bench.py --config ROW --simulate [--system NAME]`.
 
-One rank's step (in a pipeline, that of one rank of every stage) runs on fake tensors in the
-config's full world (fake_world.py). This gives its FLOPs, messages and memory exactly. timeline.py
-turns them into seconds on a system, and replay.py puts a pipeline's ranks side by side. The seconds
-are a model, the rest is counted.
+fake_world.py traces the step of one rank (in a pipeline, of one rank per stage) on fake tensors in the
+config's full world. This gives exact FLOPs, messages and memory. timeline.py turns them into seconds
+on a system, and replay.py runs a pipeline's ranks side by side. Only the seconds are modeled.
 
-Of many micro-batches a few are run: the first, one in the middle that stands for all others, and
-the last. In a pipeline they are twice as many as ranks, or all if it has them in memory at once.
-Where a rank with several stages frees weights after each pass, gathers between passes are counted
-as often as they were run.
+Only a few micro-batches are traced: the first, a middle one that stands for all others, and the last.
+In a pipeline they are twice as many as its ranks, or all if the schedule holds them in memory at once.
+If a rank with several stages frees weights after each pass, the gathers between passes are counted
+only as often as they were traced.
 
-Experts are selected by the fake balanced gate, whose splits the host knows. With a real router our
-host reads counts back in every layer; that wait, a copy's latency, is left out.
+The fake balanced gate selects experts, so the host knows the counts of tokens. With a real router the
+host reads them back in every layer; the latency of that copy is left out.
 """
 
 import gc
@@ -20,19 +19,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from statistics import median_high
 
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
+from minitrain.models.fp8_forms import without_units
 from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
-from minitrain.run.config.layout_checks import (
-    check_layout,
-    micro_batches,
-    row_ranks,
-    stated_ranks,
-)
+from minitrain.run.config.layout_checks import check_layout
+from minitrain.run.config.ranks import micro_batches, row_ranks, stated_ranks
 from minitrain.run.monitor.flops import visible_share
 from minitrain.settings import Config
 from minitrain.simulator import tracers
@@ -41,31 +37,31 @@ from minitrain.simulator.replay import Action, Replay, replay, schedule_order
 from minitrain.simulator.timeline import System, Timeline, play
 from minitrain.simulator.trace import Trace
 
-# settings of `recompute` with which all matrix products of a forward pass run again
+# settings of `recompute` that repeat all matrix products of a forward pass
 TWICE = ("full", "attention")
 
 
 @dataclass
 class Simulation:
-    """A simulated step.
+    """A simulated step."""
 
-    traces, lines: of each rank in turn that shares a pipeline, by its place in it; else at 0.
-    micro_batches, traced: how many a rank's step has, and how many of them were run.
-    step: seconds of the step. host: those in which the device waits for the host.
-    pipeline: all stages' actions, or None. idle: seconds that each of its ranks waits for others.
-    """
-
+    # place in the pipeline (0 without one) -> trace and timeline of the rank there
     traces: dict[int, Trace]
     lines: dict[int, Timeline]
+    # micro-batches in a rank's step, and how many of them were traced
     micro_batches: int
     traced: int
+    # seconds of the whole step
     step: float
+    # actions of all stages of a pipeline
     pipeline: Replay | None = None
+    # seconds that each rank of a pipeline waits for others
     idle: list[float] | None = None
+    # seconds in which the device waits for the host
     host: float = 0.0
 
     def times(self, place: int = 0) -> list[int]:
-        """Count how often each traced event happens; a typical micro-batch stands for others."""
+        """Return how often each traced event happens in the whole step."""
         trace = self.traces[place]
         others = self.micro_batches - self.traced
         typical = typical_events(trace) if others else set()
@@ -74,8 +70,8 @@ class Simulation:
     def breakdown(self, place: int = 0) -> dict[str, float]:
         """Return the seconds of one rank's step: compute by kind, exposed communication, gaps.
 
-        A pipeline also has a bubble. There communication is what is left: only a rank's actions
-        take time (see `pipelined`), not what its trace waits for between them.
+        In a pipeline also its bubble. There, exposed communication is the rest of the step, because
+        waits between a rank's actions do not count as in its trace (see `pipelined`).
         """
         times = self.times(place)
         parts = Counter()
@@ -94,24 +90,27 @@ class Simulation:
 
 
 def record(config: Config) -> dict[int, Trace]:
-    """Trace a few micro-batches of one rank for each place in the pipeline."""
+    """Return the trace of a few micro-batches of one rank for each place in the pipeline."""
     ranks = stated_ranks(config)
     check_layout(config, ranks)
     small = few_micro_batches(with_balanced_experts(config))
     stage_ranks = ranks // config.parallel.pp
     visible = visible_share(open_dataset(small)[0])
     alike = representatives(config)
-    by_place = trace_all(
-        {place: (small, ranks, place * stage_ranks, visible) for place in set(alike.values())}
-    )
-    return {place: by_place[representative] for place, representative in alike.items()}
+    jobs = {
+        place: partial(trace_step, small, ranks, rank=place * stage_ranks, visible=visible)
+        for place in set(alike.values())
+    }
+    traces = trace_all(jobs)
+    return {place: traces[representative] for place, representative in alike.items()}
 
 
 def time_traces(
     config: Config, traces: dict[int, Trace], system: System, at_once: int = 0
 ) -> Simulation:
-    """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all."""
-    # one trace may stand for several places
+    """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all of the step."""
+    check_units(config, system)
+    # places with the same layers share a trace, which is played once
     distinct = {id(trace): trace for trace in traces.values()}
     played = {key: play(trace, system, config.compile) for key, trace in distinct.items()}
     lines = {place: played[id(trace)] for place, trace in traces.items()}
@@ -125,39 +124,51 @@ def time_traces(
     return simulation
 
 
+def check_units(config: Config, system: System) -> None:
+    """Raise InputError if products in the config's form of FP8 are dequantized on the system."""
+    form = config.fp8.form
+    if config.precision == "fp8" and form != "tensor":
+        products = without_units(form, config.fp8.experts, system.capability)
+        if products:
+            raise InputError(
+                f"fp8.form={form} is not simulated on {system.name}, which has no units for its {products} (use "
+                f"fp8.form=tensor)"
+            )
+
+
 def launch_seconds(config: Config, system: System) -> float:
-    """Return the least seconds of a step in which the host waits for counts of tokens."""
+    """Return a lower bound on a step's seconds: the host's time in layers of experts."""
     p = config.parallel
     shape = config.model.config
     experts = getattr(shape, "num_experts", 0)
     if not experts:
         return 0.0
-    # of a layer, with those in which a pipeline fills and drains
-    passes = (micro_batches(config) + (p.pp - 1) / p.vp) * shape.num_layers / p.pp
+    # passes of micro-batches through layers, including the pipeline's filling and draining
+    passes = (micro_batches(config) + (p.pp - 1) / p.vp) * len(shape.all_layers) / p.pp
     if config.recompute in TWICE:
         passes *= 4 / 3
     return passes * (system.expert_layer + system.local_expert * experts / p.ep)
 
 
-def trace_all(jobs: dict[int, tuple]) -> dict[int, Trace]:
-    """Run `trace_step` for each job in a process of its own: torch remembers process groups."""
+def trace_all(jobs: dict[object, Callable[[], Trace]]) -> dict[object, Trace]:
+    """Run each job in a process of its own, because torch keeps process groups of earlier jobs."""
     tracers.start_server()
     workers = min(len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, tracers.CONTEXT, max_tasks_per_child=1) as pool:
-        traces = pool.map(trace_once, jobs.values())
+        traces = pool.map(without_collection, jobs.values())
         return dict(zip(jobs, traces, strict=True))
 
 
-def trace_once(job: tuple) -> Trace:
-    """Run `trace_step` without garbage collection, which would take a tenth of the time."""
+def without_collection(job: Callable[[], Trace]) -> Trace:
+    """Run a job without Python's garbage collection, which would take a tenth of the time."""
     gc.disable()
-    trace = trace_step(*job)
+    trace = job()
     gc.collect()
     return trace
 
 
 def with_balanced_experts(config: Config) -> Config:
-    """Return the config with a balanced gate: fake tensors cannot tell which experts are selected.
+    """Return the config with a balanced gate, since fake tensors have no values to select experts by.
 
     Raises InputError for fp32.
     """
@@ -172,13 +183,13 @@ def with_balanced_experts(config: Config) -> Config:
 
 
 def few_micro_batches(config: Config) -> Config:
-    """Return the config with fewer micro-batches per step."""
+    """Return the config with only those micro-batches per step that are traced."""
     rows = few(config) * config.batch.micro * row_ranks(config)
     return replace(config, batch=replace(config.batch, global_=rows))
 
 
 def few(config: Config) -> int:
-    """Count the micro-batches of a rank that are run."""
+    """Return the number of micro-batches of a rank that are traced."""
     count = micro_batches(config)
     p = config.parallel
     if p.pp > 1 and SCHEDULES[p.schedule].all_at_once:
@@ -186,8 +197,15 @@ def few(config: Config) -> int:
     return min(count, 3 if p.pp == 1 else 2 * p.pp)
 
 
+def stages_of(config: Config, place: int) -> dict[int, dict]:
+    """Return the stages of a place in the pipeline, see `local_stages`."""
+    model = config.model.config
+    further = model.num_nextn_predict_layers
+    return local_stages(config.parallel, model.num_layers, place, further)
+
+
 def representatives(config: Config) -> dict[int, int]:
-    """Map each place in the pipeline to the first one that holds the same kinds of layers."""
+    """Map each place in the pipeline to the first place that holds the same kinds of layers."""
     if config.parallel.pp == 1:
         return {0: 0}
     model = config.model.config
@@ -195,7 +213,7 @@ def representatives(config: Config) -> dict[int, int]:
     alike = {}
     kinds = [(*model.parts(layer), model.windowed(layer)) for layer in range(model.num_layers)]
     for place in range(config.parallel.pp):
-        parts = local_stages(config.parallel, model.num_layers, place).values()
+        parts = stages_of(config, place).values()
         held = tuple(
             (tuple(kinds[layer] for layer in part["layers"]), part["first"], part["last"])
             for part in parts
@@ -204,11 +222,11 @@ def representatives(config: Config) -> dict[int, int]:
     return alike
 
 
-# --- from few micro-batches
+# --- from the traced micro-batches to all
 
 
 def typical_events(trace: Trace) -> set[int]:
-    """Return the indices of the second micro-batch's events, with its messages in a pipeline."""
+    """Return the indices of the second micro-batch's events, including its sends and receives."""
     parts = list(traced_actions(trace))
     if not parts:
         _, second, third = (index for index, label in trace.marks if label == "forward")
@@ -219,7 +237,7 @@ def typical_events(trace: Trace) -> set[int]:
 
 
 def traced_actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
-    """Yield the actions of a traced rank of a pipeline, as (action, first event, end)."""
+    """Yield (action, index of its first event, index after its last) of a traced pipeline rank."""
     begun = None
     for index, label in trace.marks:
         if label is None:
@@ -229,7 +247,7 @@ def traced_actions(trace: Trace) -> Iterator[tuple[Action, int, int]]:
 
 
 def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
-    """Return the first of a pipeline's sends and receives, as many as a micro-batch has."""
+    """Return the indices of as many sends and receives as a micro-batch has."""
     sent, received = (
         [i for i, event in enumerate(trace.events) if event.name == name]
         for name in ("send", "recv")
@@ -238,12 +256,12 @@ def messages_per_micro_batch(trace: Trace, micro_batches: int) -> list[int]:
 
 
 def accumulated(trace: Trace, line: Timeline, micro_batches: int) -> float:
-    """Return the seconds of a step, with the middle micro-batch as often as it stands for others."""
+    """Return the seconds of a step; the middle one of three traced micro-batches stands for all."""
     starts = [line.at[index] for index, label in trace.marks if label == "forward"]
     return line.end + ((starts[2] - starts[1]) * (micro_batches - 3) if len(starts) == 3 else 0.0)
 
 
-# --- a pipeline's ranks together
+# --- pipelines
 
 
 def pipelined(
@@ -253,33 +271,34 @@ def pipelined(
     system: System,
     at_once: int,
 ) -> Simulation:
-    """Run all ranks' actions for `at_once` micro-batches, up to the slowest rank's update."""
+    """Replay all ranks' actions for `at_once` micro-batches, up to the slowest rank's update."""
     p = config.parallel
     run = few(config)
-    # seconds of each action; of each rank, those after its last action and before its first
+    # seconds of each action
     measured = {}
+    # seconds of each rank after its last action, and before its first
     tails = []
     ready = []
     for place, trace in traces.items():
         spans = action_spans(trace, lines[place])
         ready.append(min(begin for begin, _ in spans.values()))
-        # the trace may be that of another place
+        # the trace may be shared with another place: give the actions this place's stages
         traced = sorted({stage for stage, _, _ in spans})
-        held = sorted(local_stages(p, config.model.config.num_layers, place))
+        held = sorted(stages_of(config, place))
         number = dict(zip(traced, held, strict=True))
         for (stage, kind, batch), (begin, end) in spans.items():
             measured[number[stage], kind, batch] = end - begin
         tails.append(lines[place].end - max(end for _, end in spans.values()))
     order = schedule_order(p.schedule, p.pp, at_once, p.vp)
     seconds = action_seconds(measured, at_once, run)
-    # a message between neighboring stages
+    # any message between neighboring stages; all have the same size
     passed = next(event for event in traces[0].events if event.name in ("send", "recv"))
     message = system.collective_seconds(passed, traces[0].groups[passed.group][1])
     replayed = replay(order, seconds, message, ready)
-    # how often the pipeline fills and drains; the last time there may be fewer micro-batches
+    # how often the pipeline fills and drains: a fraction if the last time has fewer micro-batches
     times = micro_batches(config) / at_once
     last = max(end + tail for end, tail in zip(replayed.finished, tails, strict=True))
-    # weights that are gathered once stay: only the first time begins with `ready`
+    # gathered weights stay, so only the first filling has to wait for `ready`
     step = (times - 1) * max(replay(order, seconds, message).finished) + last
     idle = [
         step - times * b - tail - r
@@ -293,9 +312,9 @@ def pipelined(
 def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, float]]:
     """Return when each action of a traced rank began and ended.
 
-    The time between two actions, in which weights are gathered, is counted to the second one. Of
-    the first action only the time of the next one of its kind is counted: what it takes longer is
-    gathering, which needs no input and can be done before.
+    Time between two actions, in which weights are gathered, belongs to the second one. The first
+    action gets the duration of the next one of its kind. The rest of its time is gathering, which
+    needs no input and so happens before it.
     """
     parts = list(traced_actions(trace))
     ends = [line.at[end - 1] for _, _, end in parts]
@@ -316,9 +335,9 @@ def action_spans(trace: Trace, line: Timeline) -> dict[Action, tuple[float, floa
 def action_seconds(
     measured: dict[Action, float], micro_batches: int, traced: int
 ) -> Callable[[Action], float]:
-    """Return a function that returns the seconds of any action.
+    """Return a function from an action to its seconds.
 
-    The first micro-batches and the last have theirs as traced, those in between the median.
+    The first micro-batches and the last take the traced times, those in between the median.
     """
     every = defaultdict(list)
     for (stage, kind, _), seconds in measured.items():

@@ -1,24 +1,25 @@
 """Predict a GRPO step on another machine: `--simulate` for rows of task=grpo.
 
-    sampling    token by token, by the memory's bandwidth, of which decoding kernels reach a share.
-                Each decoding step begins when the host has prepared it. It reads the weights (of
-                experts, those that its tokens select) and the caches of all samples that have not
-                ended, and sums layers' results over tensor-parallel ranks. Lengths are log-normal
-                around the published mean, cut off at the limit: the longest decode almost alone.
-                More samples than rollout.slots are counted in rounds; each waits for the longest
-                sample of the round before
-    log-probs   one forward pass for the old policy if there is more than one update, and one for
-                the reference
-    training    the simulated optimizer step, on rows that are packed full
+    sampling    one decoding step per token. It takes the host's time, then reads from memory the
+                weights (only experts that its tokens select) and the caches of all unfinished
+                samples, at the share of the bandwidth that decoding kernels reach, and all-reduces
+                over tensor-parallel ranks. Response lengths are log-normal with the published mean,
+                cut off at the limit, so that the longest samples decode almost alone. If there are
+                more samples than rollout.slots, rounds of that many follow each other. With drafts
+                in `reference`, a step computes them, too, and a layer for each, and yields as many
+                tokens as their acceptance says
+    log-probs   one forward pass of the old policy if there is more than one update, and one of the
+                reference
+    training    the simulated optimizer step, with fully packed rows
     refit       every sampler receives its share of the weights, in bf16, over the slowest link
-                between the ranks; with grpo.offload, the optimizer's states and the reference go to
-                the host, and come back
+                between the ranks; with grpo.offload, optimizer states and the reference move to the
+                host and back
 
-Apart, samplers and trainers work side by side, and a step takes as long as the slower of the two.
-Left out: rewards, prefill, how far acceptance of one step's lag changes lengths, and the memory of
-caches, which take what is left.
+With separate GPUs for sampling, samplers and trainers run at the same time, and a step takes as long
+as the slower of them. Left out: rewards, prefill, and the memory of KV caches, which use what is
+left.
 
-A published run's stack pays for more than that: see `Stack`.
+The stack of a published run has further costs: see `Stack`.
 """
 
 import math
@@ -33,20 +34,20 @@ from minitrain.bench.measure_policy import published_lengths
 from minitrain.grpo.batches import enough_for_pipeline
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.zoo import empty_model
-from minitrain.run.config.layout_checks import row_ranks, stated_ranks
+from minitrain.run.config.ranks import row_ranks, stated_ranks
 from minitrain.run.monitor.flops import policy_flops
 from minitrain.settings import GRPO, Config, Data
 from minitrain.simulator.simulate import TWICE, Simulation
 from minitrain.simulator.timeline import System, peak_rate
 from minitrain.training.footprint import state_bytes
 
-# standard deviation of the logarithm of responses' lengths: not published; decode_* of nemo-rl are fitted with it
+# standard deviation of the logarithm of response lengths: assumed, and decode_* of nemo-rl are fitted with it
 LENGTH_SPREAD = 0.8
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Seconds and rates that a published run pays beyond kernels and messages: see systems.yaml."""
+    """Costs of a published run beyond kernels and messages; systems.yaml documents the fields."""
 
     gather: float
     tensor: float
@@ -58,25 +59,25 @@ class Stack:
 
 @dataclass
 class Rollouts:
-    """A step's samples.
-
-    prompt: tokens of a prompt. mean, limit: tokens of a response, on average and at most.
-    """
+    """The number and lengths of a step's samples."""
 
     responses: int
+    # tokens of each prompt
     prompt: int
+    # tokens of a response, on average and at most
     mean: int
     limit: int
 
     @property
     def tokens(self) -> int:
+        """Return the tokens of all prompts and responses."""
         return self.responses * (self.prompt + self.mean)
 
 
 def policy_figures(
     config: Config, system: System, simulation: Simulation, stack: Stack | None
 ) -> dict:
-    """Return what depends on time. stack: that of a published run, or None for our own."""
+    """Return the figures that involve time. stack: that of a published run; None for ours."""
     phases = phase_seconds(config, system, simulation, stack)
     tokens = rollouts_of(config).tokens
     rate = tokens / phases["step_time_s"] / stated_ranks(config)
@@ -97,7 +98,7 @@ def phase_seconds(
     """Return the seconds of each phase, and of the step. stack: see policy_figures."""
     updates = updates_of(config)
     training = updates * simulation.step
-    # forward passes for log-probabilities; published stacks run both in any case
+    # forward passes for log-probabilities; published stacks always run both
     passes = 2 if stack else (updates > 1) + (config.grpo.kl > 0)
     seconds = {
         "generation_s": generation_seconds(config, system, stack),
@@ -117,9 +118,9 @@ def phase_seconds(
 def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
     """Return the bytes, by kind, that a training rank holds besides those of an optimizer step.
 
-    reference: the reference model, sharded as the policy. sampler: a rank that also samples has a
-    model for that, unless its policy is a full model. With offload, both count only as far as they
-    exceed what training frees.
+    reference: the reference model, sharded like the policy. sampler: the sampler's copy of the model,
+    on ranks that also sample, unless they share the policy's own weights. With offload, both count
+    only as far as they exceed what training frees.
     """
     sampler = 0
     shared = stated_ranks(config) == config.rollout.tp == 1
@@ -140,9 +141,9 @@ def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
 
 
 def training_config(config: Config) -> Config:
-    """Return the config of an optimizer step on an update's share of the rollouts.
+    """Return the config of one optimizer step of GRPO, on its share of the rollouts.
 
-    It is plain language modeling, which computes the same. Tokens are mock: data.path has problems.
+    It is language modeling on mock tokens, whose step has the same operators.
     """
     rows = row_ranks(config) * config.batch.micro
     packs = math.ceil(
@@ -153,14 +154,15 @@ def training_config(config: Config) -> Config:
 
 
 def updates_of(config: Config) -> int:
+    """Return the number of optimizer steps per GRPO step."""
     return max(1, config.grpo.prompts * config.grpo.group // config.batch.global_)
 
 
 def forward_share(config: Config) -> float:
-    """Return the share of a training step that a forward pass takes.
+    """Return a forward pass's share of the time of a training step.
 
-    It has one of a weight's three products, or of two if the weight is frozen. Where the forward
-    pass is run again, training has one more.
+    Training computes three products per weight, or two if the weight is frozen; a forward pass
+    computes one. Recomputing the forward pass adds one to training.
     """
     return 1 / ((2 if config.lora else 3) + (config.recompute in TWICE))
 
@@ -177,32 +179,57 @@ def generation_seconds(config: Config, system: System, stack: Stack | None) -> f
     reads = model_reads(model)
     samples = rollouts.responses * tp / gpus
     location = log_normal_location(rollouts.mean, rollouts.limit)
-    # rounds of at most rollout.slots samples
+    # rounds of at most rollout.slots samples; published samplers decode all at once
     turns = 1 if stack else math.ceil(samples / config.rollout.slots)
     seconds = 0.0
     step = max(1, rollouts.limit // 256)
+    drafts = config.reference.get("drafts", 0)
+    # tokens of a pass: drafts count until one is wrong
+    accepted = sum(config.reference.get("acceptance", 0.0) ** i for i in range(drafts + 1))
     far = stack.far_step if stack and tp > system.domain else 0.0
     for position in range(0, rollouts.limit, step):
-        # samples that have not ended at this position
+        # samples that are unfinished at this position
         left = samples / turns * share_longer(position, location)
-        # the last sample has ended
+        # all samples have ended
         if left < 0.5 and position:
             break
         context = rollouts.prompt + position
-        seconds += (
-            turns
-            * step
-            * (decoding_seconds(system, model, reads, max(left, 1.0), context, tp) + far)
+        pass_seconds = decoding_seconds(
+            system, model, reads, max(left, 1.0), context, tp, drafts + 1
         )
+        if drafts:
+            pass_seconds += drafts * draft_seconds(system, model, max(left, 1.0), context, tp)
+        seconds += turns * step / accepted * (pass_seconds + far)
     return seconds
 
 
-def decoding_seconds(
-    system: System, model: DecoderConfig, reads: Reads, samples: float, context: float, tp: int
+def draft_seconds(
+    system: System, model: DecoderConfig, samples: float, context: float, tp: int
 ) -> float:
-    """Return the seconds of a decoding step of `samples` with `context` cached tokens each."""
-    weights, caches = bytes_read(reads, model, samples, context, tp)
-    # within a domain an all-reduce is a single kernel
+    """Return the seconds of a draft by a layer of multi-token prediction, in the step of the model.
+
+    Its projection of hidden states and embeddings is left out.
+    """
+    layer = replace(model, num_layers=1, layer_pattern="", first_k_dense_replace=0)
+    prepared = replace(system, decode_step=0.0)
+    return decoding_seconds(prepared, layer, model_reads(layer), samples, context, tp)
+
+
+def decoding_seconds(
+    system: System,
+    model: DecoderConfig,
+    reads: Reads,
+    samples: float,
+    context: float,
+    tp: int,
+    together: int = 1,
+) -> float:
+    """Return the seconds of a decoding step of `samples` with `context` cached tokens each.
+
+    together: see `bytes_read`.
+    """
+    weights, caches = bytes_read(reads, model, samples, context, tp, together)
+    # within an NVLink domain an all-reduce is a single kernel, with half of the latency
     exchange = system.latency / 2 if tp <= system.domain else system.far_latency
     exchanges = 2 * model.num_layers * exchange if tp > 1 else 0.0
     reading = weights / system.decode_weights + caches / system.decode_caches
@@ -210,7 +237,7 @@ def decoding_seconds(
 
 
 def log_normal_location(mean: float, limit: int) -> float:
-    """Find by bisection the location of a log-normal that has `mean` if cut off at `limit`."""
+    """Return the location of the log-normal whose mean is `mean` when cut off at `limit`."""
     points = [limit * (i + 0.5) / 512 for i in range(512)]
     low = 0.0
     high = math.log(limit) + 3
@@ -222,7 +249,7 @@ def log_normal_location(mean: float, limit: int) -> float:
 
 
 def share_longer(length: float, location: float) -> float:
-    """Return the share of all responses that are longer."""
+    """Return the share of responses that are longer than `length`, without the limit."""
     return NormalDist(-location, LENGTH_SPREAD).cdf(-math.log(max(length, 1e-9)))
 
 
@@ -232,9 +259,9 @@ def share_longer(length: float, location: float) -> float:
 def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
     """Return the seconds until each GPU of a sampler has received 1 / tp of the merged weights.
 
-    They travel over the network, unless all GPUs share a domain. A published stack gathers all
-    weights on every GPU. Where these sample too, it hands them over tensor by tensor, and optimizer
-    states leave the GPU and come back.
+    They are sent over the network, unless all GPUs share an NVLink domain. A published stack gathers
+    all weights on every GPU. If its GPUs also sample, it then passes the weights on tensor by tensor,
+    and moves optimizer states off the GPU and back.
     """
     parameters = list(empty_model(config.model.config).named_parameters())
     gpus = stated_ranks(config)
@@ -257,11 +284,11 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
 def offload_seconds(
     config: Config, system: System, parameters: list[tuple[str, Tensor]]
 ) -> float:
-    """Return the seconds until all optimizer states and the reference are on one host, and back.
+    """Return the seconds in which one GPU would move all optimizer states and the reference.
 
-    parameters: the model's, by name.
+    They move to the host and back. parameters: the model's, by name.
     """
-    # adapters' states are small
+    # states of adapters are small
     if not config.grpo.offload or config.lora:
         return 0.0
     reference = 0

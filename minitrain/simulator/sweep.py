@@ -1,7 +1,6 @@
-"""Try every combination of some settings.
+"""Try every combination of some settings: `bench.py --sweep`.
 
-They are simulated and ranked by tokens/s (what should I run on my cluster?), or measured and
-compared with how the FLOPs grow.
+Combinations are simulated and ranked by tokens/s, or measured and compared with how FLOPs grow.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,18 +12,18 @@ from tqdm import tqdm
 from minitrain.bench.rows import load_row
 from minitrain.bench.tables import in_width, sized
 from minitrain.errors import InputError
-from minitrain.run.config.layout_checks import stated_ranks, training_ranks
 from minitrain.run.config.load import load
+from minitrain.run.config.ranks import stated_ranks, training_ranks
 from minitrain.settings import Config, Parallel
 from minitrain.simulator.predict import predicted_row
 from minitrain.simulator.timeline import System
 
 
 def sweep(file: str, overrides: list[str], choices: list[str], system: System) -> Iterator[dict]:
-    """Yield the simulated result of each combination; {"settings", "error"} of one that cannot run.
+    """Yield the simulated result of each combination, or {"settings", "error"} if it cannot run.
 
     choices: words such as `tp=1,2,4` (a key of `parallel`) and `recompute=none,full`.
-    The number of GPUs stays that of the file: dp_shard takes those that the other dimensions leave.
+    The number of GPUs stays that of the file: dp_shard is set to what the other dimensions leave.
     """
     if any(parse(word)[0] == "parallel.dp_shard" for word in choices):
         raise InputError(
@@ -47,9 +46,9 @@ def rank_layouts(
     system: System,
     keep: Callable[[dict], None],
 ) -> None:
-    """Print each combination of `sweep` as it is simulated, and their ranking at the end.
+    """Print each combination of `sweep` when it is simulated, and all of them ranked at the end.
 
-    keep(result): called with each result of one that can run. Raises InputError if none can.
+    keep(result): called for each combination that can run. Raises InputError if none can.
     """
     results = []
     try:
@@ -62,14 +61,14 @@ def rank_layouts(
             if "error" not in result:
                 keep(result)
     finally:
-        # also where SIGTERM or Ctrl-C ends it
+        # printed after SIGTERM and Ctrl-C too
         print(ranking(results), flush=True)
     if all("error" in result for result in results):
         raise InputError(f"--sweep: none of {len(results)} combination(s) can run")
 
 
 def with_all_gpus(file: str, overrides: list[str], gpus: int) -> Config:
-    """Return the config with dp_shard set to the GPUs that other dimensions and samplers leave."""
+    """Return the config with dp_shard set to the GPUs that other dimensions and samplers leave over."""
     config = load(file, [*overrides, "parallel.dp_shard=1"])
     left = gpus - config.grpo.generation_ranks
     others = training_ranks(config)
@@ -91,6 +90,7 @@ def combinations(choices: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def parse(word: str) -> tuple[str, list[str]]:
+    """Return the setting and the values of a word `key=value,value`. Raises InputError."""
     name, equals, values = word.partition("=")
     values = split(values)
     if not equals or not all(values):
@@ -102,7 +102,7 @@ def parse(word: str) -> tuple[str, list[str]]:
 
 
 def split(text: str) -> list[str]:
-    """Split at commas, but not within a list or a mapping."""
+    """Split at commas that are not inside of brackets or braces."""
     parts = [""]
     depth = 0
     for letter in text:
@@ -115,9 +115,9 @@ def split(text: str) -> list[str]:
 
 
 def ranking(results: list[dict]) -> str:
-    """Return a table, the fastest first, and below it the combinations that cannot run, with why.
+    """Return a table, the fastest first, and below it why the other combinations cannot run.
 
-    Those that do not fit into memory stand after those that do.
+    Combinations that do not fit into memory come after those that do.
     """
     ran = sorted(
         (r for r in results if "error" not in r),
@@ -136,7 +136,7 @@ def ranking(results: list[dict]) -> str:
 
 
 def growth(results: list[dict]) -> str:
-    """Return a table of measured step times and a rank's FLOPs, as multiples of the first one's."""
+    """Return a table of measured step times and FLOPs per rank, as multiples of the first row's."""
     times = [result["step_time_s"] for result in results]
     work = [result["clean_tflops_per_gpu"] * result["step_time_s"] for result in results]
     return in_width(

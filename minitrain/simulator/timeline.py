@@ -1,24 +1,26 @@
-"""Turn a trace into seconds: what each kernel and message costs, and what runs at the same time.
+"""Turn a trace into seconds: the time of each kernel and message, and what runs concurrently.
 
 Kernels run one after the other on the compute stream. Collectives run on one stream per mesh
-dimension, from the moment when their inputs are there; a kernel that reads what a collective brings
-waits for it, and that wait is the exposed communication. FSDP's own copies run on its streams, as
-in PyTorch. Its next all-gather starts only when the one before has been copied out: this bounds how
-far it runs ahead.
+dimension, as soon as their inputs are ready. A kernel that reads a collective's result waits for it;
+this wait is exposed communication. FSDP's own copies run on its streams, as in PyTorch. Its next
+all-gather starts only after the previous one has been copied out, which limits how far it runs ahead.
 
     matrix product   launch + max(FLOPs / (rate x filled x k / (k + 128)) + beside x bytes / HBM,
-                     bytes / HBM); filled: the share of the waves of 128 x 256 tiles that has work,
-                     with RECOVERED of the idle rest; an expert's products each fill tiles of their
-                     own
-    attention        launch + FLOPs / (rate of the kernel and direction x keys / (keys + start)),
-                     keys: of a query
-    other kernels    launch + bytes / HBM; with the compiler, neighbors become one kernel, whose
-                     inner tensors cost nothing unless something later reads them
-    collective       latency + bytes on the wire / bandwidth: (n - 1) / n of the payload, twice for
-                     an all-reduce; NVLink within a domain; between domains the adapters of the
-                     group's GPUs there, at most NVLink
-    all-to-all       latency + the slower of what leaves the GPU, by NVLink, and what leaves the
-                     domain, by its adapter
+                     bytes / HBM)
+                     filled: the share of the multiprocessors that have a tile of 128 x 256, over
+                     all waves, plus RECOVERED of the idle rest. Each expert's product fills tiles
+                     of its own.
+    attention        launch + FLOPs / (rate x keys / (keys + start))
+                     rate: of the kernel in this direction; keys: per query
+    other kernels    launch + bytes / HBM
+                     If compiled, neighboring kernels are fused into one, and tensors between them
+                     cost nothing unless a later kernel reads them.
+    collective       latency + bytes on the wire / bandwidth
+                     bytes: (n - 1) / n of the payload, twice that for an all-reduce; bandwidth:
+                     NVLink's within a domain; between domains that of the network adapters of the
+                     group's GPUs in one domain, but at most NVLink's.
+    all-to-all       latency + the slower of the bytes that leave the GPU, over NVLink, and the bytes
+                     that leave the domain, over the GPU's network adapter
 """
 
 from collections import defaultdict
@@ -34,26 +36,25 @@ from minitrain.simulator.trace import SHARDS, Event, Trace
 
 # rows and columns of a matrix product's result that a multiprocessor computes at a time
 GEMM_TILE = 128, 256
-# what reads FSDP's gathered weights; the latter on one rank, where nothing is copied out
+# operators that read FSDP's gathered weights; `embedding` does on one rank, where none are copied out
 READS_GATHERED = ("split_with_sizes_copy", "embedding")
-# the share of an incomplete last wave's idle time that smaller tiles and split products use
-# No public figure tells it. Between 0 and 1 no row of 14 tried moves by more than 1.8 %.
+# the share of an incomplete last wave's idle time that smaller tiles and split-k products use. There is
+# no public figure; values from 0 to 1 change none of 14 tried rows by more than 1.8 %
 RECOVERED = 0.6
-# channels per head up to which an attention kernel is slower
+# attention kernels are slower with this many channels per head or fewer
 NARROW = 64
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Rates of an attention kernel.
+    """Rates of an attention kernel."""
 
-    forward, backward: FLOP/s with 128 channels per head and very many keys. narrow: the share of
-    these with 64 channels or fewer. start: what a query costs besides its keys, in keys.
-    """
-
+    # FLOP/s with 128 channels per head and very many keys
     forward: float
     backward: float
+    # the share of these rates that heads of NARROW channels or fewer reach
     narrow: float
+    # the fixed cost of a query, as a number of keys
     start: float
 
     def seconds(self, event: Event) -> float:
@@ -66,56 +67,63 @@ class Attention:
 
 @dataclass(frozen=True)
 class System:
-    """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources.
-
-    FLOP/s:
-        bf16, fp8: of matrix products. attention: of its kernels, by the form of the event.
-    bytes/s:
-        memory; nvlink: of large all-gathers within a domain, one direction. network: of each GPU's
-        own adapter, between domains; dispatch_network: of an all-to-all there. host_link: between a
-        GPU and its host, each way.
-    Shares:
-        decode_weights, decode_caches: of `memory`, in decoding. beside, grouped_beside: of the time
-        for a product's bytes, what its arithmetic does not hide; the latter of an expert's.
-        unfused: bytes that eager element-wise kernels move per byte of compiled ones.
-    Seconds:
-        launch, grouped_launch: the least of a kernel. latency, far_latency: of a message.
-        dispatch: of an all-to-all of experts' rows, besides. expert_layer: the least of a layer of
-        experts and micro-batch, in which the host waits for counts of tokens. local_expert: more of
-        that for each expert that a rank holds. step: the host's, per optimizer step. decode_step:
-        the host's, per decoding step.
-    capacity: bytes of memory. domain: GPUs that NVLink connects. gemm_tiles: multiprocessors.
-    """
+    """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources."""
 
     name: str
+    # FLOP/s of matrix products
     bf16: float
     fp8: float
+    # attention kernels, by the form of mask: full, causal or flex
     attention: dict[str, Attention]
+    # number of multiprocessors: tiles of a matrix product that run at a time
+    gemm_tiles: int
+
+    # bytes of memory
+    capacity: float
+    # bytes/s of memory
     memory: float
-    launch: float
+    # the share of a matrix product's memory time that its arithmetic does not hide; for experts
     beside: float
     grouped_beside: float
-    grouped_launch: float
-    dispatch: float
-    dispatch_network: float
-    expert_layer: float
-    local_expert: float
+    # bytes that eager element-wise kernels move per byte of compiled ones
     unfused: float
-    nvlink: float
+    # least seconds of a kernel; of a grouped product of experts
+    launch: float
+    grouped_launch: float
+
+    # number of GPUs that NVLink connects
     domain: int
+    # bytes/s of large all-gathers within a domain, in one direction
+    nvlink: float
+    # bytes/s of each GPU's network adapter, between domains; of an all-to-all there
     network: float
+    dispatch_network: float
+    # bytes/s between a GPU and its host, in each direction
     host_link: float
+    # seconds of a small message; between domains while decoding
     latency: float
     far_latency: float
-    gemm_tiles: int
+    # additional seconds of an all-to-all of experts' rows
+    dispatch: float
+
+    # seconds of the host per optimizer step
     step: float
-    capacity: float
+    # least seconds of an experts' layer and micro-batch: the host waits for token counts
+    expert_layer: float
+    # additional seconds of these for each expert on the rank
+    local_expert: float
+
+    # shares of `memory` that decoding kernels reach
     decode_weights: float
     decode_caches: float
+    # seconds of the host per decoding step
     decode_step: float
 
+    # CUDA's compute capability, which says what FP8 units multiply: see models/fp8_forms.py
+    capability: tuple[int, int] = (9, 0)
+
     def kernel_seconds(self, event: Event) -> float:
-        """Return the seconds of a matrix product, of attention, or of another kernel by itself."""
+        """Return the seconds of a kernel that runs alone."""
         if event.kind == "attention":
             return self.attention[event.form].seconds(event) + self.launch
         moved = sum(n for _, n in event.reads + event.writes) / self.memory
@@ -127,6 +135,7 @@ class System:
         return max(work + self.beside * moved, moved) + self.launch
 
     def gemm_rate(self, event: Event) -> float:
+        """Return the FLOP/s of a matrix product of the event's sizes."""
         rate = {1: self.fp8, 2: self.bf16}.get(event.element, self.bf16 / 16)
         if not event.sizes:
             return rate
@@ -138,7 +147,7 @@ class System:
     def collective_seconds(self, event: Event, ranks: list[int]) -> float:
         """Return the seconds of a message.
 
-        ranks: those of the group in the whole world, where neighbors share a domain.
+        ranks: global ranks of its group; consecutive ranks share a domain.
         """
         if "send" in event.name or "recv" in event.name:
             return self.latency + event.payload / self.bandwidth(ranks[:2])
@@ -155,7 +164,7 @@ class System:
     def bandwidth(self, ranks: list[int]) -> float:
         """Return bytes/s per rank of a ring.
 
-        The link is NVLink, or as many adapters as the group has GPUs in a domain.
+        Between domains, a ring uses the network adapters of all its GPUs in a domain.
         """
         near = self.in_domain(ranks)
         return self.nvlink if near == len(ranks) else min(self.nvlink, near * self.network)
@@ -166,10 +175,10 @@ class System:
 
 
 def load_system(name: str, setting: str = "--system") -> System:
-    """Return a system of systems.yaml by its name, such as dgx-h100 or, as in the tables, DGX-H100.
+    """Return a system of systems.yaml by its name in any case, such as dgx-h100 or DGX-H100.
 
-    Raises InputError, which names the setting, for an unknown one, or one whose attention would be
-    faster than its matrix products, of which attention is made.
+    Raises InputError, which names `setting`, for an unknown name, or if the system's attention would
+    be faster than its matrix products.
     """
     known = constants("systems")
     if name.lower() not in known:
@@ -191,17 +200,16 @@ def own_system(config: Config) -> str:
 
 
 def peak_rate(config: Config, system: System) -> float:
-    """Return the FLOP/s of matrix products of which MFU is a share."""
+    """Return the FLOP/s of matrix products that MFU refers to."""
     return system.fp8 if config.precision == "fp8" else system.bf16
 
 
 def rates_of(values: dict) -> dict:
-    """Return the fields of a System from its entry in systems.yaml.
-
-    There, `attention` has the names of kernels, by form.
-    """
+    """Return the fields of a System from its entry in systems.yaml, with kernels in place of names."""
     kernels = constants("kernels")
     rates = {name: value for name, value in values.items() if name != "attention"}
+    if "capability" in values:
+        rates["capability"] = tuple(values["capability"])
     if "attention" in values:
         attention = values["attention"].items()
         rates["attention"] = {form: Attention(**kernels[name]) for form, name in attention}
@@ -209,62 +217,61 @@ def rates_of(values: dict) -> dict:
 
 
 class Span(NamedTuple):
-    """A kernel or message.
-
-    name, kind: of its last operator. begin, end: in seconds.
-    waited: seconds that the stream had waited for collectives before it.
-    event: the index of one of its events in the trace.
-    """
+    """A kernel or message on a timeline, in seconds."""
 
     stream: str
+    # name and kind of the operator; of the last one, if several are fused
     name: str
     kind: str
     begin: float
     end: float
+    # seconds that the stream waited for collectives before `begin`
     waited: float
+    # index in the trace of one of its events
     event: int
 
 
 @dataclass
 class Timeline:
-    """When everything happened, in seconds from the start of the step.
-
-    at: when compute had reached each event. end: when all streams were done.
-    """
+    """When everything happened, in seconds from the start of the step."""
 
     spans: list[Span] = field(default_factory=list)
+    # for each event, when the compute stream had reached it
     at: list[float] = field(default_factory=list)
+    # when all streams had finished
     end: float = 0.0
 
 
 def play(trace: Trace, system: System, fused: bool) -> Timeline:
-    """Play a trace on a system. fused: with element-wise kernels fused, as the compiler does.
+    """Return the timeline of a trace on a system. fused: whether element-wise kernels are fused.
 
-    Messages between stages of a pipeline take no time here: what waits for them depends on other
-    ranks (see `replay`).
+    Messages between pipeline stages take no time here, because waiting for them depends on the other
+    ranks (see replay.py).
     """
     return _Player(trace, system, fused).play()
 
 
 class _Player:
+    """The state of all streams while a trace is played."""
+
     def __init__(self, trace: Trace, system: System, fused: bool):
         self.trace = trace
         self.system = system
         self.fused = fused
         self.line = Timeline()
-        # until when the compute stream is busy
+        # when the compute stream becomes free
         self.clock = 0.0
-        # until when each dimension's stream is busy
+        # when the stream of each mesh dimension becomes free
         self.free = defaultdict(float)
-        # when a storage holds its values
+        # storage -> when its values are ready
         self.ready = defaultdict(float)
-        # the stream that wrote a storage last
+        # storage -> the stream that wrote it last
         self.made_by: dict[int, str] = {}
-        # by stream, storages of the last all-gather that no kernel has read yet
+        # stream -> storages of its last all-gather, until a kernel reads one of them
         self.waiting: dict[str, set[int]] = {}
-        # when the last all-gather's result was first read
+        # stream -> when the result of its last all-gather was read
         self.consumed = defaultdict(float)
-        # element-wise kernels that are fused into one
+        # consecutive element-wise kernels, to be fused into one
         self.run: list[Event] = []
 
     def play(self) -> Timeline:
@@ -272,7 +279,7 @@ class _Player:
         for index, event in enumerate(self.trace.events):
             stream = self.stream_of(event)
             if event.kind == "wait":
-                # costs nothing by itself: its result is there when its input is
+                # waiting costs nothing by itself: its result is ready when its input is
                 self.written(event.writes, "compute", self.ready[event.reads[0][0]])
             elif stream == "compute" and event.kind == "memory" and self.fused:
                 self.run.append(event)
@@ -282,7 +289,7 @@ class _Player:
                     self.compute(index, event)
                 else:
                     self.communicate(index, stream, event)
-            # no kernel spans two passes: a pass's time includes its last kernel
+            # kernels are not fused across a mark, so that a pass's time includes its last kernel
             if index + 1 in marked:
                 self.finish_run(index + 1)
             self.line.at.append(self.clock)
@@ -293,13 +300,14 @@ class _Player:
     def stream_of(self, event: Event) -> str:
         """Return the stream that an event runs on.
 
-        Collectives, FSDP's copies into them and its work on reduced gradients run beside compute.
+        Collectives, FSDP's copies into their buffers, and its work on reduced gradients run on the
+        streams of their mesh dimensions, everything else on the compute stream.
         """
         if event.kind == "collective":
             return event.dimension
         if event.name == "all_gather_copy_in":
             return "dp_shard"
-        # the streams that made its inputs; a few bytes are a scalar, such as a norm
+        # streams that wrote its inputs; inputs of a few bytes are scalars, such as a norm
         makers = {self.made_by.get(number) for number, size in event.reads if size > 8}
         if event.kind == "memory" and len(makers) == 1 and event.name not in READS_GATHERED:
             maker = makers.pop()
@@ -310,10 +318,11 @@ class _Player:
         return "compute"
 
     def begin(self, event: Event, free: float) -> float:
-        """Return when an event can begin: its stream is free, and its inputs are there."""
+        """Return when an event can begin: its stream is free and its inputs are ready."""
         return max([free, *(self.ready[number] for number, _ in event.reads)])
 
     def compute(self, index: int, event: Event) -> None:
+        """Run a kernel on the compute stream. index: of the event in the trace."""
         begin = self.begin(event, self.clock)
         waited = begin - self.clock
         self.clock = begin + self.system.kernel_seconds(event)
@@ -326,6 +335,7 @@ class _Player:
         self.written(event.writes, "compute", self.clock)
 
     def communicate(self, index: int, stream: str, event: Event) -> None:
+        """Run a collective, or one of FSDP's copies, on a mesh dimension's stream."""
         begin = self.begin(event, self.free[stream])
         if stream == "pp":
             seconds = 0.0
@@ -333,7 +343,7 @@ class _Player:
             seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
         else:
             seconds = self.system.collective_seconds(event, self.trace.groups[event.group][1])
-            # FSDP's; those that compute waits for are called all_gather
+            # only FSDP's collective has this name; functional ones are named all_gather
             if "allgather" in event.name:
                 begin = max(begin, self.consumed[stream])
                 self.waiting[stream] = {number for number, _ in event.writes}
@@ -342,14 +352,15 @@ class _Player:
         self.written(event.writes, stream, end)
 
     def written(self, writes: Iterable[tuple[int, int]], stream: str, when: float) -> None:
+        """Note which stream wrote these storages, and when. writes: as in Event."""
         for number, _ in writes:
             self.ready[number] = when
             self.made_by[number] = stream
 
     def finish_run(self, end: int) -> None:
-        """Run the collected kernels, which end before event `end`, as one.
+        """Run the collected kernels as one, whose last event is the one before index `end`.
 
-        It reads what they did not make, and writes what is not freed before `end`.
+        It reads the tensors that none of them wrote, and writes those that are not freed before `end`.
         """
         if not self.run:
             return

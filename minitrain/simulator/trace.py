@@ -1,9 +1,8 @@
-"""Record what a training step does on one rank: kernels, collectives, and the memory it holds.
+"""Record the kernels, the collectives and the memory of a training step on one rank.
 
-A dispatch mode sits below autograd, FSDP and compiled graphs, and sees each operator in order, with
-its tensors. These may be fake (`--simulate`: nothing is computed and nothing allocated) or real. So
-the counts of a run on a thousand GPUs can be compared with those of a real run. Views and
-allocations cost nothing and are not recorded.
+A dispatch mode sits below autograd, FSDP and compiled graphs, and sees every operator with its tensors,
+in order. The tensors may be fake (`--simulate`, where nothing is computed or allocated) or real, so
+that tests can compare the counts of both. Views and allocations cost nothing and are not recorded.
 """
 
 import weakref
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# no public name tells where DTensor infers shapes, and none is below autograd
+# there is no public name for the place where DTensor infers shapes
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,39 +39,37 @@ from minitrain.simulator.operators import (
     written_arguments,
 )
 
-# the dimensions over which FSDP communicates, by collectives of its own
+# mesh dimensions over which FSDP communicates, by collectives of c10d instead of functional ones
 SHARDS = ("dp_replicate", "dp_shard")
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations")
 
 
 class Event(NamedTuple):
-    """One kernel or collective.
-
-    kind: `gemm`, `grouped`, `attention`, `memory`, `collective`, or the `wait` for one.
-    reads, writes: (storage number, bytes) of each tensor.
-    sizes: of a matrix product (batch or experts, m, n, k), the last three of one product; of
-        attention (channels per head, keys per query).
-    element: bytes per element of the factors of a product.
-    payload: bytes of a collective's full, gathered or unreduced tensor.
-    group, dimension: a collective's group, a name in `Trace.groups`, and its mesh dimension.
-    form: of attention, `full`, `causal` or `flex`, which computes any other mask.
-    """
+    """One kernel or collective."""
 
     name: str
+    # gemm, grouped, attention, memory, collective, or `wait` for a collective
     kind: str
     flops: int
+    # (storage number, bytes) of each tensor
     reads: list[tuple[int, int]]
     writes: list[tuple[int, int]]
+    # matrix products: (batch or experts, m, n, k), where m, n, k are those of one product;
+    # attention: (channels per head, keys per query)
     sizes: tuple[int, ...] = ()
+    # bytes per element of a matrix product's factors
     element: int = 2
+    # bytes of a collective's full tensor: after gathering, or before reducing
     payload: int = 0
+    # a collective's group, as a key of `Trace.groups`, and its mesh dimension
     group: str = ""
     dimension: str = ""
+    # attention: full, causal, or flex for any other mask
     form: str = ""
 
     def renumbered(self, now: dict[int, int]) -> "Event":
-        """Return the same event on other storages. now: number here -> number there."""
+        """Return the same event on other storages. now: old storage number -> new number."""
         reads = [(now[number], size) for number, size in self.reads]
         writes = [(now[number], size) for number, size in self.writes]
         return self._replace(reads=reads, writes=writes)
@@ -80,33 +77,31 @@ class Event(NamedTuple):
 
 @dataclass
 class Trace:
-    """The record of one rank's step.
+    """The record of one rank's step."""
 
-    events: in the order of issue.
-    died: storage number -> index of the event after which the storage was freed.
-    groups: name of a process group -> its mesh dimensions, and its ranks.
-    marks: (index of the next event, label).
-    blocks: (index of the next event, name of the block that runs from there on, or None).
-    held: bytes by kind of memory, as in MEMORY_KINDS, when each event was issued.
-    peak: bytes by kind of memory when their sum was largest, after the event `peak_at`. Its kind
-        `gathered` is what collectives bring, and the weights that FSDP and FP8 make of it.
-    """
-
+    # all events, in the order in which they were issued
     events: list[Event] = field(default_factory=list)
+    # storage number -> index of the event after which the storage was freed
     died: dict[int, int] = field(default_factory=dict)
+    # name of a process group -> its mesh dimensions and its ranks
     groups: dict[str, tuple[list[str], list[int]]] = field(default_factory=dict)
+    # (index of the next event, label); see `trace_step`
     marks: list[tuple[int, object]] = field(default_factory=list)
+    # (index of the next event, name of the block that begins there; None: a forward pass ends)
     blocks: list[tuple[int, str | None]] = field(default_factory=list)
+    # for each event, bytes by kind when it was issued, in the order of MEMORY_KINDS
     held: list[tuple[int, ...]] = field(default_factory=list)
+    # bytes by kind when their sum was largest, after event `peak_at`. `gathered` are results of
+    # collectives, and the weights that FSDP and FP8 make of them
     peak: dict[str, int] = field(default_factory=dict)
     peak_at: int = 0
 
     def flops(self, times: Iterable[int] = repeat(1)) -> int:
-        """Return the FLOPs of a step. times: how often each event happens."""
+        """Return the FLOPs of a step. times: how often each event happens in it."""
         return sum(n * event.flops for event, n in zip(self.events, times, strict=False))
 
     def collectives(self, times: Iterable[int] = repeat(1)) -> dict[str, list[int]]:
-        """Count [calls, bytes] by `dimension/operation`. times: how often each event happens."""
+        """Return [calls, bytes] by `dimension/operation`. times: how often each event happens."""
         totals: dict[str, list[int]] = {}
         for event, n in zip(self.events, times, strict=False):
             if event.kind == "collective":
@@ -117,15 +112,13 @@ class Trace:
 
 
 class Tracer(TorchDispatchMode):
-    """Fills `self.trace` with what runs inside `with Tracer(...)`.
+    """Record in `self.trace` what runs inside `with Tracer(...)`.
 
+    Memory of tensors that exist before is counted once `hold` is called with their kind.
     groups: as in Trace.
-    log: if a list, the methods that change the trace or the memory note their calls there (see
-        repeat.py).
-    active: the tracer inside whose `with` the program is.
-    Tensors that exist before `with` count once `hold` has named their kind.
     """
 
+    # the tracer whose `with` block is being executed
     active: "Tracer | None" = None
     supports_higher_order_operators = True
 
@@ -141,23 +134,27 @@ class Tracer(TorchDispatchMode):
         # bytes by kind now, and the largest sum so far
         self.held = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         self.most = 0
+        # number of storages seen so far
         self.count = 0
+        # depth of nested `silent` blocks
         self.muted = 0
+        # repeat.py sets a list here; methods that change the trace then append their calls
         self.log: list[tuple] | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # what the compiler does while it compiles is no part of the program
+        # operators that the compiler runs while it compiles are not part of the step
         return True
 
-    # ------------------------------------------------------------------------------------------------------- memory
+    # --- memory
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Count these plain tensors' storages as `kind`, also in what the peak has been so far."""
+        """Count the storages of these plain tensors as `kind`, also in the peak so far."""
         for number in map(self.number, tensors):
             self.count_as(number, kind)
 
     def count_as(self, number: int, kind: str) -> None:
+        """Change the kind of a storage, also in the peak so far."""
         self.note("count_as", number, kind)
         size, before = self.sizes[number]
         self.sizes[number] = size, kind
@@ -169,9 +166,9 @@ class Tracer(TorchDispatchMode):
             total[kind] += size
 
     def number(self, tensor: Tensor, kind: str = "activations") -> int:
-        """Return the number of the storage of a tensor [...].
+        """Return the number of a tensor's storage.
 
-        A storage not seen before counts as `kind` from now until it is freed.
+        A storage that was not seen before counts as `kind` from now on until it is freed.
         """
         storage = tensor.untyped_storage()
         address = storage_address(storage)
@@ -182,6 +179,7 @@ class Tracer(TorchDispatchMode):
         return number
 
     def new_number(self, kind: str) -> int:
+        """Return a number for a new storage of size 0."""
         self.count += 1
         self.note("new_number", self.count, kind)
         self.sizes[self.count] = 0, kind
@@ -189,13 +187,14 @@ class Tracer(TorchDispatchMode):
         return self.count
 
     def adopt(self, tensor: Tensor, number: int) -> None:
-        """Give this tensor's storage a number, for as long as the storage lives. tensor: [...]."""
+        """Give a tensor's storage a number for as long as the storage lives."""
         storage = tensor.untyped_storage()
         address = storage_address(storage)
         self.numbers[address] = number
         weakref.finalize(storage, self.forget, number, address)
 
     def resize(self, number: int, size: int) -> None:
+        """Set the bytes of a storage, and update the peak."""
         before, kind = self.sizes[number]
         if size != before:
             self.note("resize", number, size)
@@ -208,7 +207,7 @@ class Tracer(TorchDispatchMode):
                 self.trace.peak_at = len(self.trace.events)
 
     def forget(self, number: int, address: int | None = None) -> None:
-        """Count the storage as freed. address: its own, if it had one."""
+        """Count a storage as freed. address: its storage object's; None while replaying a recording."""
         self.note("forget", number)
         if self.numbers.get(address) == number:
             del self.numbers[address]
@@ -216,11 +215,12 @@ class Tracer(TorchDispatchMode):
         self.held[kind] -= size
         self.trace.died[number] = len(self.trace.events) - 1
 
-    def note(self, method: str, *what) -> None:
+    def note(self, method: str, *arguments) -> None:
+        """Append a call of one of this class's methods to the log, if there is one."""
         if self.log is not None:
-            self.log.append((method, *what))
+            self.log.append((method, *arguments))
 
-    # -------------------------------------------------------------------------------------------------------- hooks
+    # --- hooks
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_
@@ -228,7 +228,7 @@ class Tracer(TorchDispatchMode):
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_and_count(storage, size):
-            """Follow FSDP2, which frees and allocates gathered weights by resizing storages."""
+            """Count gathered weights, which FSDP2 frees and allocates by resizing storages."""
             result = resize(storage, size)
             if storage_address(storage) in self.numbers:
                 number = self.numbers[storage_address(storage)]
@@ -240,12 +240,12 @@ class Tracer(TorchDispatchMode):
             return result
 
         def allocate_and_count(parameter, *args, **kwargs):
-            """Follow FSDP2's first allocation; later ones resize the storage."""
+            """Count FSDP2's first allocation of gathered weights; later ones resize the storage."""
             allocate(parameter, *args, **kwargs)
             self.hold(parameter.all_gather_outputs, "gathered")
 
         def propagate_muted(*args, **kwargs):
-            """Leave out the tensors of global size from which DTensor infers shapes."""
+            """Do not record operators on the global shapes, by which DTensor infers shapes."""
             with self.silent():
                 return propagate(*args, **kwargs)
 
@@ -266,7 +266,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Trace nothing of what runs inside."""
+        """Record nothing of what runs inside."""
         self.muted += 1
         try:
             yield
@@ -274,21 +274,23 @@ class Tracer(TorchDispatchMode):
             self.muted -= 1
 
     def record(self, event: Event) -> None:
+        """Append an event, and the memory that is held now."""
         self.note("record", event)
         self.trace.events.append(event)
         self.trace.held.append(tuple(self.held.values()))
 
     def mark(self, label: object) -> None:
+        """Put a label before the next event."""
         self.trace.marks.append((len(self.trace.events), label))
 
-    # ------------------------------------------------------------------------------------------------------ operators
+    # --- operators
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.muted or op is torch.ops.prim.device.default:
             return op(*args, **kwargs)
         if any(issubclass(t, DTensor | functional.AsyncCollectiveTensor) for t in types):
-            # they unwrap themselves, and their inner operators come back here
+            # these classes unwrap themselves, and their inner operators are dispatched here again
             return NotImplemented
         if op is torch.ops.higher_order.auto_functionalized_v2:
             return self.in_place(*args, **kwargs)
@@ -310,10 +312,10 @@ class Tracer(TorchDispatchMode):
         return out
 
     def in_place(self, op, *, _all_bases: list[Tensor], **kwargs) -> tuple:
-        """Run one of this package's operators that changes a tensor.
+        """Run one of this package's operators that write in place, within a compiled graph.
 
-        Until the compiler writes kernels, a graph holds it as one that returns a new tensor. The
-        kernel that it becomes changes its argument: so it is recorded.
+        The compiler's graphs have it in a functional form that returns a new tensor. Only its code
+        generation, which does not run here, restores the in-place form. That form is recorded.
         """
         args = [
             kwargs[name] if name in kwargs else _all_bases[kwargs[f"_{name}_base_index"]]
@@ -322,13 +324,13 @@ class Tracer(TorchDispatchMode):
         return self.__torch_dispatch__(op, (), args), *_all_bases
 
     def record_kernel(self, name: str, inputs: list, written: list, kernel: dict) -> None:
-        """Record a kernel with the bytes that it moves. kernel: as `operator_work` returns it."""
+        """Record a kernel with the bytes that it moves. kernel: from `operator_work`."""
         writes = {self.number(x): traffic(x) for x in written}
         reads = {self.number(x): traffic(x) for x in inputs}
         if name in ROWS_READ:
             most = max(writes.values(), default=0)
             reads = {number: min(size, most) for number, size in reads.items()}
-        # of the factors, not of what their product is added to
+        # the factors' size: a tensor that their product is added to may have wider elements
         element = min((x.element_size() for x in inputs if x.is_floating_point()), default=2)
         event = Event(
             name,
@@ -340,17 +342,18 @@ class Tracer(TorchDispatchMode):
         self.record(event)
 
     def record_collective(self, op, name: str, args, inputs: list, outputs: list) -> None:
+        """Record a collective, or the wait for one, with its group and payload."""
         if name in ("_wrap_tensor_autograd", "barrier", "monitored_barrier_"):
             return
         where = {}
         if name != "wait_tensor":
             group = self.group_of(args)
-            functional = op.namespace != "c10d"
-            where = dict(group=group, dimension=self.dimension_of(group, functional))
-            if not functional:
+            is_functional = op.namespace != "c10d"
+            where = dict(group=group, dimension=self.dimension_of(group, is_functional))
+            if not is_functional:
                 outputs = tensors(args[0])
                 inputs = [x for x in inputs if not any(x is y for y in outputs)] or inputs
-        # the result of a wait is another tensor if fake: its argument counts as gathered, too
+        # waiting for a fake tensor returns another tensor, so its argument counts as gathered too
         kind = "activations" if where else "gathered"
         writes = [(self.number(x, "gathered"), x.nbytes) for x in outputs]
         reads = [(self.number(x, kind), x.nbytes) for x in inputs]
@@ -370,7 +373,7 @@ class Tracer(TorchDispatchMode):
         A group that no mesh has (a flattened one, the world) gets the dimension `others`.
         """
         boxed = tensors(args, torch.ScriptObject)
-        # an operator of c10d has the group itself, a functional collective its name as last string
+        # c10d's operators take the group itself, functional collectives its name as the last string
         if boxed:
             name = dist.ProcessGroup.unbox(boxed[0]).group_name
         else:
@@ -380,10 +383,11 @@ class Tracer(TorchDispatchMode):
             self.trace.groups[name] = ["others"], dist.get_process_group_ranks(group)
         return name
 
-    def dimension_of(self, group: str, functional: bool) -> str:
-        """Return the mesh dimension that communicates.
+    def dimension_of(self, group: str, is_functional: bool) -> str:
+        """Return the mesh dimension of a collective.
 
-        Dimensions of the same ranks share a group; FSDP's calls are told by their form.
+        Dimensions with the same ranks share a group. Of these, calls that are not functional are
+        FSDP's.
         """
         names = self.trace.groups[group][0]
-        return next((name for name in names if (name in SHARDS) != functional), names[0])
+        return next((name for name in names if (name in SHARDS) != is_functional), names[0])

@@ -1,7 +1,8 @@
-"""Start the server that forks the processes in which the simulator traces ranks, side by side.
+"""Start the server that forks one process for each rank that the simulator traces.
 
-The server imports torch once, which takes seconds. The command line imports it meanwhile, if it
-starts the server first: so this file imports nothing that imports torch.
+The server imports torch, which takes seconds, once for all of them. The command line starts the
+server before it imports torch itself, so that both imports run at the same time: this file must not
+import torch.
 """
 
 import multiprocessing
@@ -11,9 +12,9 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
-    """Start the server now; otherwise the first process would wait for its imports.
+    """Start the server, so that its imports are done when the first process is needed.
 
-    It also imports what torch.compile needs, which every process would else import for itself.
+    They include the parts of torch.compile, which every process would import by itself otherwise.
     """
     CONTEXT.set_forkserver_preload(
         ["minitrain.simulator.fake_world", "torch._inductor.compile_fx"]

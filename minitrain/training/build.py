@@ -4,7 +4,7 @@ No rank ever holds the full model: storage is allocated after sharding, and valu
 the shards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -14,12 +14,13 @@ from minitrain.hashing import seed_of
 from minitrain.models.cpu import use_cpu_linears
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
+from minitrain.models.fp8_forms import dequantized_note
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
 from minitrain.models.router import Router
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.collectives import sum_over
-from minitrain.parallel.fsdp_fp8 import gather_in_fp8
+from minitrain.parallel.fsdp_fp8 import gather_in_fp8, gathered_wide
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.pipeline import Pipeline
@@ -83,13 +84,30 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         add_adapters(model, config.lora)
     if config.precision == "fp8":
         p = config.parallel
-        # only where a rank has one expert
-        experts = config.fp8.experts and 1 < p.ep == config.model.config.num_experts
-        to_fp8(model.blocks, config.fp8.fast_accumulation, p.tp, experts)
+        # per tensor only where a rank has one expert
+        one = 1 < p.ep == getattr(config.model.config, "num_experts", 0)
+        experts = config.fp8.experts and (one or config.fp8.form != "tensor")
+        experts_tp = 1 if p.ep > 1 else p.tp
+        fast = config.fp8.fast_accumulation
+        to_fp8(model.blocks, fast, p.tp, experts, config.fp8.form, experts_tp)
     if config.task != "diffusion" and not trains_further(config):
         for layer in model.further_layers:
             layer.requires_grad_(False)
     return model
+
+
+def fp8_notes(model: Module, config: Config, meshes: Meshes) -> Iterator[str]:
+    """Yield lines on what is not in FP8 though the config asks for it: products, all-gathers."""
+    if config.precision != "fp8":
+        return
+    form = config.fp8.form
+    if note := dequantized_note(form, config.fp8.experts, meshes.device):
+        yield note
+    if meshes.parameters.size() > 1 and (wide := gathered_wide(model)):
+        yield (
+            f"note: fp8.form={form}: FSDP gathers {wide} of this rank's FP8 weights in bf16: their "
+            f"shards have not all that rounds them"
+        )
 
 
 def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:

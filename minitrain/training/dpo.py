@@ -21,6 +21,7 @@ This file is the pattern for your own objective: three methods (see objectives.p
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,8 @@ class Preferences:
 
     def __init__(self, settings: DPO):
         self.settings = settings
-        self.totals = torch.zeros(4)
+        # over the batches with gradients, which are trained on, and over those without
+        self.totals = {True: torch.zeros(4), False: torch.zeros(4)}
 
     def prepare(self, trainer: "Trainer", dataset: Dataset, batches: int) -> None:
         """Set the rows' reference, before training changes the model: see `add_reference`."""
@@ -80,17 +82,22 @@ class Preferences:
         rejected = ratios[:, 1::2]
         valid = tokens[:, ::2] > 0
         losses = pair_losses(self.settings, chosen - rejected)
-        if torch.is_grad_enabled():
-            terms = torch.stack([valid, chosen > rejected, chosen, rejected])
-            sums = (terms.detach() * valid).sum((1, 2))
-            self.totals = self.totals.to(sums.device) + sums
+        terms = torch.stack([valid, chosen > rejected, chosen, rejected])
+        sums = (terms.detach() * valid).sum((1, 2))
+        training = torch.is_grad_enabled()
+        self.totals[training] = self.totals[training].to(sums.device) + sums
         return (losses * valid).sum()
 
-    def sums(self) -> Tensor:
+    def sums(self, training: bool = True) -> Tensor:
         """Return the numbers of pairs and of right ones, and the sums of their ratios, [4]."""
-        sums = self.totals
-        self.totals = torch.zeros(4)
+        sums = self.totals[training]
+        self.totals[training] = torch.zeros(4)
         return sums
+
+    def held_out(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Return the same numbers of the batches without gradients since the last call."""
+        found = self.metrics(sum_over(self.sums(training=False)).tolist())
+        return {f"val_{name}": value for name, value in found.items()}
 
     def metrics(self, sums: list[float]) -> dict[str, float]:
         """Return the share of pairs whose margin is above 0, and the mean rewards beta * ratio."""
@@ -101,6 +108,7 @@ class Preferences:
             "reward_accuracy": right,
             "reward_chosen": beta * chosen,
             "reward_rejected": beta * rejected,
+            "reward_margin": beta * (chosen - rejected),
         }
 
 

@@ -43,7 +43,8 @@ class LanguageModeling:
         if sources is not None and torch.is_grad_enabled():
             head = partial(self.head, sources)
         if self.further:
-            batch["further"] = partial(self.further, batch.pop("next_labels"))
+            batch |= self.further.inputs(batch)
+            del batch["next_labels"]
         return model(batch.pop("tokens"), **batch, head=head)
 
     def head(self, sources: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

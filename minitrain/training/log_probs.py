@@ -19,6 +19,7 @@ from minitrain.training.loss import (
     split_chunks,
     vocab_shard,
 )
+from minitrain.training.mtp_loss import FurtherLoss
 from minitrain.training.packing import Batch
 
 
@@ -33,9 +34,16 @@ def label_log_probs(model: Module, batch: Batch, temperature: float = 1.0) -> Te
     return call(model, batch, head)
 
 
-def call(model: Module, batch: Batch, head: Callable[..., Tensor]) -> Tensor:
-    """Return head(hidden [micro, seq, hidden], weight [vocab, hidden], labels) for a batch."""
+def call(
+    model: Module, batch: Batch, head: Callable[..., Tensor], further: FurtherLoss | None = None
+) -> Tensor:
+    """Return head(hidden [micro, seq, hidden], weight [vocab, hidden], labels) for a batch.
+
+    further: the loss of multi-token prediction, whose gradient is added.
+    """
     inputs = {key: batch[key] for key in ("positions", "document_ids", "labels")}
+    if further:
+        inputs |= further.inputs(batch)
     return model(batch["tokens"], **inputs, head=head)
 
 

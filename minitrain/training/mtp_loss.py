@@ -10,6 +10,9 @@ is added in the gradient. The loss that is reported stays the head's alone. (Meg
 depth's sum by the depth's own number of labels, fewer by about k in each document.)
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +25,7 @@ from minitrain.training.packing import Batch
 def trains_further(config: Config) -> bool:
     """Return whether the config's model has multi-token prediction that this run trains."""
     depths = getattr(config.model.config, "num_nextn_predict_layers", 0)
-    return depths > 0 and config.mtp_weight > 0 and config.task not in ("dpo", "grpo")
+    return depths > 0 and config.mtp_weight > 0 and config.task != "dpo"
 
 
 def make_further_loss(config: Config) -> "FurtherLoss | None":
@@ -67,6 +70,11 @@ class FurtherLoss:
         self.weight = weight
         # of batches with gradients, and without: loss, labels and right tokens, [depths, 3]
         self.sums = {True: torch.zeros(depths, 3), False: torch.zeros(depths, 3)}
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return what a model takes besides to add this loss. batch: from `with_next_tokens`."""
+        further = partial(self, batch["next_labels"])
+        return {"next_tokens": batch["next_tokens"], "further": further}
 
     def __call__(self, labels: Tensor, depth: int, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return 0, a scalar, with the gradient of a depth's weighted loss.

@@ -16,6 +16,8 @@ from minitrain.training.loss import IGNORE
 
 # tensors by name: of a row [seq, ...], of several [rows, seq, ...]
 Batch = dict[str, Tensor]
+# the length of made-up data, whose epoch does not end
+ENDLESS = 1 << 40
 
 
 class Dataset(Protocol):

@@ -25,7 +25,7 @@ from minitrain.bench.measure_sampling import (
     sampling_figures,
 )
 from minitrain.bench.rows import CONVENTIONS, load_row, row_name
-from minitrain.bench.tables import beside, details, in_width, markdown, sized, table
+from minitrain.bench.tables import comparison, details, in_width, markdown, sized, table
 from minitrain.commands import bench as commands
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
@@ -137,6 +137,8 @@ def test_no_reference_no_ratio():
         ("tflops_per_gpu: 0", r"reference\.tflops_per_gpu=0 must be a number above 0"),
         ("gpus: null", r"reference\.gpus must be a whole number, not NoneType None"),
         ("mean_response: 8, gpus: 1", "reference.mean_response needs reference.step_time_s too"),
+        ("drafts: 1", "reference needs both drafts and acceptance"),
+        ("drafts: 1, acceptance: 1.5", "acceptance, a share of at most 1"),
         ("system: 200", r"reference\.system must be text, not int 200"),
         ("changed: 5", r"reference\.changed must be a list, not int 5"),
         ("recipe: nemo-rl", "reference.recipe must be a mapping, not str 'nemo-rl'"),
@@ -305,9 +307,9 @@ def test_another_library_is_told_in_words():
         "versus_ratio": 1.5678,
         "versus_ratio_range": [1.5, 1.625],
     }
-    assert beside(found) == "row: 1.57 times as fast as transformers (1.50 to 1.62)"
+    assert comparison(found) == "row: 1.57 times as fast as transformers (1.50 to 1.62)"
     whole = found | {"versus": "full", "versus_memory_gib": [0.5, 2.0]}
-    assert beside(whole).endswith(
+    assert comparison(whole).endswith(
         "training the whole model (1.50 to 1.62), in 0.500 GiB where that takes 2.000"
     )
 

@@ -22,8 +22,8 @@ from minitrain.bench.tables import is_of_system, label
 from minitrain.commands import bench as benchmark
 from minitrain.commands.bench import write_result
 from minitrain.errors import InputError
-from minitrain.run.config.layout_checks import micro_batches
 from minitrain.run.config.load import load
+from minitrain.run.config.ranks import micro_batches
 from minitrain.settings import Lora
 from minitrain.simulator import predict
 from tests.helpers.commands import command
@@ -148,6 +148,15 @@ def test_wrong_counts(word):
 def test_rows_without_such_a_proxy(row, layers, line):
     with pytest.raises(InputError, match=line):
         make_proxy(load(CONFIGS / f"{row}.yaml"), layers)
+
+
+def test_one_expert_per_rank_has_a_stand_in_where_groups_multiply_in_fp8():
+    config = load(
+        CONFIGS / "nemo/h100/mixtral-8x7b-pretrain-64gpu.yaml",
+        ["fp8.form=row", "fp8.keep_transposed=false"],
+    )
+    proxy = make_proxy(config, 4)
+    assert proxy.model.config.num_experts == 2 and proxy.fp8 == config.fp8
 
 
 GRPO_ROW, WAN_ROW = "rl/qwen3-32b-grpo-32gpu-onpolicy", "dfm/wan2.1-14b-pretrain-h100-8gpu"

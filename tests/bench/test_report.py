@@ -625,3 +625,17 @@ def test_a_calibrated_cpu_is_no_system(tmp_path, monkeypatch):
     file.write_text(json.dumps(outcome))
     with pytest.raises(InputError, match="holds no calibration of a GPU"):
         find_system(str(file))
+
+
+def test_the_report_says_what_it_means(tmp_path, capsys):
+    """No kind of result by its key alone, no backticks in the page, no column of one word."""
+    lines = [line(DENSE, "simulated", 0.8, as_published={"ratio": 0.75})]
+    text, html = written(tmp_path, lines)
+    assert (
+        "1 simulated, median 0.80 of the published figure; 1 predicted as they were run" in text
+    )
+    assert "`" not in Page(html).text and "<code>reference.recipe</code>" in html
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+        for name, _, *cells in zip(*rows, strict=True):
+            assert any(cells), name

@@ -15,8 +15,9 @@ import pytest
 
 from minitrain.bench.proxy import make_proxy
 from minitrain.bench.shrink import shrink, shrink_parallel, shrunk_micro_batches
-from minitrain.run.config.layout_checks import check_layout, stated_ranks
+from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import from_dict, load
+from minitrain.run.config.ranks import stated_ranks
 from minitrain.settings import Config, Parallel
 from tests.helpers.commands import ROOT, command
 from tests.helpers.processes import popen

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 import minitrain
 from minitrain import generate
+from minitrain.commands import generate_text
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
@@ -199,3 +201,20 @@ def test_the_snippet_of_the_readme_answers_as_the_command_above_it(
     assert ast.literal_eval(printed) == [answer] and streamed
     assert AutoTokenizer.from_pretrained("copy").eos_token_id == 257
     assert replies("copy", "47 + 38\n", 128) == answer
+
+
+def test_orders_in_a_conversation(folder, monkeypatch, capsys):
+    """/clear and /system begin anew, /exit ends, what is none of these is told, and asked is the rest."""
+    lines = iter(
+        ["a", "b", "/clear", "c", "/system be short", "d", "/help", "e", "/exit", "never"]
+    )
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    with mock.patch.object(generate_text, "encode", side_effect=generate_text.encode) as encode:
+        generate.main(["--model", str(folder), "--chat", "--max-tokens", "1", "--device", "cpu"])
+    asked = [[(m.role, m.content) for m in call.args[0]] for call in encode.call_args_list]
+    users = [[text for role, text in chat if role == "user"] for chat in asked]
+    assert users == [["a"], ["a", "b"], ["c"], ["d"], ["d", "e"]]
+    systems = [[text for role, text in chat if role == "system"] for chat in asked]
+    assert systems == [[], [], [], ["be short"], ["be short"]]
+    assert "note: /help is no order (/clear begins anew, " in capsys.readouterr().err
+    assert list(lines) == ["never"]

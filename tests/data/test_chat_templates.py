@@ -953,8 +953,10 @@ def test_adapters_are_asked_and_merged_in_the_template_that_they_were_tuned_in(t
         generate.main([*words, "--chat", "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
     assert encode.call_args.args[1].source == jinja["adapter"]
     (folders["adapter"] / "tokenizer.json").unlink()
-    merge.main([*words, "--out", str(folders["out"])])
-    assert load_tokenizer(folders["out"]).chat_template == jinja["model"]
+    with pytest.raises(InputError, match=r"out holds a model already \(name a new folder\)"):
+        merge.main([*words, "--out", str(folders["out"])])
+    merge.main([*words, "--out", str(folders["out"] / "new")])
+    assert load_tokenizer(folders["out"] / "new").chat_template == jinja["model"]
 
 
 def test_a_reply_ends_with_the_token_of_its_template(tokenizers):

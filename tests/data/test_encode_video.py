@@ -47,22 +47,13 @@ def parts(folder, dtype=torch.bfloat16) -> dict:
 
 
 def encode(folder, out, *more) -> None:
-    dispatch(
-        [
-            "encode-video",
-            "--encoders",
-            str(folder),
-            "--out",
-            str(out),
-            "--size",
-            "32",
-            "48",
-            "--device",
-            "cpu",
-            str(folder / "videos"),
-            *more,
-        ]
-    )
+    """Run encode-video on a folder's videos. more: words that add options or replace these defaults."""
+    defaults = {"--encoders": [str(folder)], "--size": ["32", "48"]}
+    given = [
+        word for name, values in defaults.items() if name not in more for word in (name, *values)
+    ]
+    videos = str(folder / "videos")
+    dispatch(["encode-video", "--out", str(out), *given, "--device", "cpu", videos, *more])
 
 
 @pytest.mark.parametrize("name", ["{}.png", "frame_{:02}.png", "a.{:04}.png"])

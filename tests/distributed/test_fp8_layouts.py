@@ -17,6 +17,7 @@ from minitrain.parallel import tensor
 from minitrain.parallel.shards import full_tensor
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
+from minitrain.training.build import fp8_notes
 from minitrain.training.loop import Trainer
 from tests.helpers.experts import all_to_the_first
 from tests.helpers.oracle import (
@@ -59,7 +60,8 @@ class EachExpert(Experts):
         outputs = []
         for rows, weight in zip(x.split(counts), getattr(self, name), strict=True):
             in_fp8 = *quantize.quantize(weight, quantize.E4M3), None
-            outputs += fp8.Fp8Products.apply(rows, False, False, False, True, weight, *in_fp8)
+            how = "tensor", False, False, False, True
+            outputs += fp8.Fp8Products.apply(rows, *how, weight, *in_fp8)
         return torch.cat(outputs)
 
 
@@ -86,6 +88,7 @@ def fp8_decoder(config):
         (4, {"parallel": {"tp": 2}, "recompute": "selective", "compile": True}),
         (4, {"parallel": {"pp": 2, "tp": 2}}),
         (2, {"parallel": {"cp": 2}}),
+        (4, {"parallel": {"tp": 2}, "model": TREE["model"] | {"num_nextn_predict_layers": 1}}),
     ],
     ids=str,
 )
@@ -142,6 +145,76 @@ def test_experts_of_ranks_without_tokens(pool, compiled):
     tree = TREE | {"model": model, "batch": TREE["batch"] | {"global": 8}} | settings
     with mock.patch("tests.helpers.oracle.Decoder", fp8_decoder), all_to_the_first():
         check_against_one_process(pool, 4, tree, tolerance=0.05, run=train_with_idle_ranks)
+
+
+# whole blocks on two tensor-parallel ranks
+WIDE = {"num_layers": 1, "hidden_size": 256, "intermediate_size": 256}
+WIDE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+
+
+def decoder_in_form(form, config):
+    model = Decoder(config)
+    fp8.to_fp8(model.blocks, "none", experts=True, form=form)
+    return model
+
+
+@pytest.mark.parametrize(
+    "world_size, form, changes",
+    [
+        (2, "block", {}),  # shards of whole blocks
+        (3, "block", {}),  # and of others
+        (4, "block", {"parallel": {"tp": 2}, "recompute": "full"}),
+        (4, "row", {"parallel": {"pp": 2, "tp": 2}}),
+        (2, "mx", {"parallel": {"cp": 2}}),
+        (
+            2,
+            "row",
+            {"model": {"name": "mixtral-8x7b-tiny", "num_experts": 4}, "parallel": {"ep": 2}},
+        ),
+        (
+            4,
+            "mx",
+            {
+                "model": {"name": "mixtral-8x7b-tiny", "num_experts": 4},
+                "parallel": {"ep": 2, "tp": 2},
+                "recompute": "selective",
+            },
+        ),
+        (
+            2,
+            "block",
+            {"model": {"name": "mixtral-8x7b-tiny", "num_experts": 4}, "parallel": {"tp": 2}},
+        ),
+    ],
+    ids=str,
+)
+def test_layouts_of_forms(pool, world_size, form, changes):
+    """Tokens are cut into other blocks than in one process, which changes none but the smallest numbers of a block."""
+    model = TREE["model"] | WIDE | changes.get("model", {})
+    tree = TREE | {"batch": TREE["batch"] | {"global": 12 if world_size == 3 else 8}} | changes
+    tree |= {"model": model, "fp8": {"form": form, "experts": "mixtral" in model["name"]}}
+    with mock.patch("tests.helpers.oracle.Decoder", partial(decoder_in_form, form)):
+        check_against_one_process(
+            pool, world_size, tree, tolerance=0.05, run=train_otherwise_in_fp32
+        )
+
+
+@pytest.mark.parametrize(
+    "world_size, form, wide", [(2, "block", 0), (3, "block", 7), (2, "row", 7), (2, "tensor", 0)]
+)
+def test_weights_that_are_gathered_in_bf16_are_counted_and_told(pool, world_size, form, wide):
+    tree = TREE | {"model": TREE["model"] | WIDE, "fp8": {"form": form}}
+    told = pool.run(world_size, notes_of, tree)[0]
+    assert bool(told) == bool(wide)
+    if wide:
+        assert (
+            f"fp8.form={form}: FSDP gathers {wide} of this rank's FP8 weights in bf16" in told[0]
+        )
+
+
+def notes_of(tree):
+    trainer, _ = new_trainer(tree)
+    return list(fp8_notes(trainer.model, trainer.config, trainer.meshes))
 
 
 # ------------------------------------------------------------------------------- what tensor parallelism gathers
@@ -234,7 +307,7 @@ def check_gathered_after_changes(tree):
 
     def look(name, module, inputs):
         for key, (rounded, inverse, copy) in module.gathered.items():
-            seen[f"{name}.{key}"] = rounded.clone(), inverse
+            seen[f"{name}.{key}"] = rounded.clone(), inverse.clone()
             assert not inverse.data_ptr() % 16 and not rounded.data_ptr() % 16, (
                 "cuBLAS refuses others"
             )
@@ -275,10 +348,13 @@ def check_gathered_after_changes(tree):
                     name
                 )
             else:
-                whole_rounded, whole_inverse = quantize.quantize(weight, quantize.E4M3)
+                block = gathering.block_of(modules[name.rpartition(".")[0]])
+                whole_rounded, whole_inverse = quantize.quantize(weight, quantize.E4M3, block)
                 assert torch.equal(
                     rounded.view(torch.uint8), part(whole_rounded.view(torch.uint8))
                 ), name
+                if whole_inverse.ndim:  # of blocks
+                    whole_inverse = part(whole_inverse)
             assert torch.equal(inverse, whole_inverse), name
 
 
@@ -318,6 +394,23 @@ def test_gathered_experts_are_those_of_one_process_after_every_change(pool, ep, 
     }
     pool.run(
         4,
+        check_gathered_after_changes,
+        TREE | {"batch": TREE["batch"] | {"global": 8}} | settings,
+    )
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("world_size, tp", [(2, 1), (4, 2)])
+def test_gathered_blocks_are_those_of_one_process_after_every_change(pool, world_size, tp, keep):
+    settings = {
+        "parallel": {"tp": tp, "reshard_after_forward": not keep},
+        "model": TREE["model"]
+        | WIDE
+        | {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128},
+        "fp8": {"form": "block", "keep_transposed": keep},
+    }
+    pool.run(
+        world_size,
         check_gathered_after_changes,
         TREE | {"batch": TREE["batch"] | {"global": 8}} | settings,
     )
@@ -379,13 +472,14 @@ def count_work(tree, steps):
     trainer, dataset = new_trainer(tree)
     with (
         mock.patch.object(gathering, "cast", wraps=quantize.cast) as cast,
+        mock.patch.object(gathering, "quantize", wraps=quantize.quantize) as blocks,
         mock.patch.object(fp8, "scaled_mm", wraps=fp8.scaled_mm) as product,
         count_calls("all_gather") as gather,
     ):
         for step in range(steps):
             trainer.step(dataset, step)
     return (
-        cast.call_count,
+        cast.call_count + blocks.call_count,
         product.call_count,
         sum(call.args[0].nbytes for call in gather.call_args_list),
     )
@@ -409,9 +503,13 @@ def test_weights_are_rounded_once_per_step_and_gathered_as_bytes(pool):
     )  # gathered forward and backward
 
 
+@pytest.mark.parametrize("form", ["tensor", "block"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_frozen_base_of_adapters_is_rounded_once_for_ever(pool, world_size):
+def test_the_frozen_base_of_adapters_is_rounded_once_for_ever(pool, world_size, form):
+    shape = {} if form == "tensor" else WIDE | {"num_layers": 2}
     tree = TREE | {
+        "model": TREE["model"] | shape,
+        "fp8": {"form": form},
         "task": "lora",
         "lora": {"rank": 4},
         "batch": {"global": 4, "micro": 2, "seq_len": 16},

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitrain import Sampler, SamplingParams
+from minitrain import Sampler, SamplingParams, save_pretrained
 from minitrain.data.chat.problems import open_problems
 from minitrain.grpo.offload import storages
 from minitrain.grpo.policy_loop import make_sampler_model
@@ -30,7 +30,7 @@ from minitrain.training.loop import Trainer
 from tests.helpers.grpo import MODEL, TREE, made_up_groups, oddness
 from tests.helpers.kill import MEASURED
 from tests.helpers.oracle import check_close, initial_weights, snapshot
-from tests.helpers.sampling import Counter, as_on_cuda, kinds_of_layers, prompts_of
+from tests.helpers.sampling import Counter, as_on_cuda, kinds_of_layers, make, prompts_of
 
 # ------------------------------------------------------------------------------------------------------------- updates
 
@@ -54,17 +54,19 @@ def learn(tree, folder):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "grpo"),
+    ("parallel", "grpo", "model"),
     [
-        ({"dp_shard": 2, "tp": 2}, {}),
-        ({"dp_replicate": 2, "pp": 2}, {"aggregation": "sequence"}),
-        ({"dp_shard": 2, "cp": 2}, {"aggregation": "sequence"}),
-        ({"dp_shard": 4}, {}),
+        ({"dp_shard": 2, "tp": 2}, {}, {}),
+        ({"dp_replicate": 2, "pp": 2}, {"aggregation": "sequence"}, {}),
+        ({"dp_shard": 2, "cp": 2}, {"aggregation": "sequence"}, {}),
+        ({"dp_shard": 4}, {}, {}),
+        ({"pp": 2, "cp": 2}, {}, {"num_nextn_predict_layers": 1}),
     ],
     ids=str,
 )
-def test_updates_of_one_process(pool, tmp_path, parallel, grpo):
+def test_updates_of_one_process(pool, tmp_path, parallel, grpo, model):
     tree = TREE | {"grpo": TREE["grpo"] | {"warmup_steps": 1, "warmup_lr": 0.5} | grpo}
+    tree["model"] = MODEL | model
     (expected, numbers), *_ = pool.run(1, learn, tree, tmp_path / "one")
     results = pool.run(4, learn, tree | {"parallel": parallel}, tmp_path / "many")
     check_close([changes for changes, _ in results], expected, 2e-5, "weights after two updates")
@@ -216,12 +218,10 @@ def fill(model, round):
         part.copy_((noise + name.endswith("norm.weight"))[where])
 
 
-def sample_twice(model, after_round=lambda: None, **settings):
+def sample_twice(model, after_round=lambda: None, beside=None, **settings):
     """Before and after new weights: (tokens, log-probabilities) of each sample, and the sampler."""
-    found, sampler = (
-        [],
-        Sampler(model, settings=Rollout(slots=5, page_size=4, pages=12, chunk=9, **settings)),
-    )
+    rollout = Rollout(slots=5, page_size=4, pages=12, chunk=9, **settings)
+    found, sampler = [], Sampler(model, settings=rollout, draft=beside)
     for round in (0, 1):
         fill(model, round)
         sampler.refresh()
@@ -272,6 +272,41 @@ def test_ranks_that_share_a_model_sample_as_one(pool, model, ep):
         )  # one copy of each matrix, and of a tied head
         for (tokens, logprobs), (right, theirs) in zip(found, expected, strict=True):
             assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
+
+
+def sample_shared_with_drafts(tree):
+    """Of a model that is whole on every rank, where it is not quite the same: as if it rounded differently."""
+    model, draft = shared_model(tree), None
+    if not model.config.num_nextn_predict_layers:
+        draft = make("qwen3-32b")
+        draft.lm_head.weight.add_(
+            0.02 * dist.get_rank() * torch.randn(draft.lm_head.weight.shape)
+        )
+    found, sampler = sample_twice(model, beside=draft, draft="" if draft else "mtp")
+    return found, sampler.scheduler.preemptions, dict(sampler.drafter.counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "ep", "depths"),
+    [
+        ("qwen3-30b-a3b", 1, 0),
+        ("nemotron3-super-120b-a12b", 2, 0),
+        ("deepseek-v3", 2, 1),
+        ("llama3-8b", 1, 1),
+    ],
+)
+def test_ranks_that_share_a_model_verify_the_same_drafts(pool, name, ep, depths):
+    """Those of a model beside it, and those of its own layer of multi-token prediction."""
+    model = {"name": f"{name}-tiny", "num_nextn_predict_layers": depths}
+    tree = TREE | {"model": model, "rollout": {"tp": 2, "ep": ep}}
+    model = Decoder(configs.from_dict(tree).model.config).requires_grad_(False)
+    expected, _ = sample_twice(model)
+    results = pool.run(2, sample_shared_with_drafts, tree)
+    for found, preemptions, counts in results:
+        assert preemptions > 0 and counts["drafted"] > counts["accepted"] > 0
+        for (tokens, logprobs), (right, theirs) in zip(found, expected, strict=True):
+            assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
+    assert results[0] == results[1]
 
 
 def collect_counted(tree):
@@ -438,6 +473,38 @@ def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
     assert (
         len(list((tmp_path / "one/rollouts").iterdir())) == 4
     )  # none for a step that will not be
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_drafts_change_no_response(pool, tmp_path, own):
+    """And the log, which a rank that only trains may write, says how many were right. Of a draft model; and of a layer
+    of the policy that is trained along."""
+    model = MODEL | {"num_nextn_predict_layers": int(own)}
+    save_pretrained(Decoder(configs.from_dict({"model": MODEL}).model.config), tmp_path / "draft")
+    tree = LAGGING | {"steps": 2, "model": model}
+    [(expected, _)] = pool.run(1, run, tree, tmp_path / "plain", [])
+    assert not any("draft" in key for line in expected for key in line)
+    draft = "mtp" if own else str(tmp_path / "draft")
+    drafting = {"max_tokens": 8, "draft": draft, "draft_tokens": 2}
+    tree = tree | {"rollout": drafting}
+    [(alone, _)] = pool.run(1, run, tree, tmp_path / "alone", [])
+    apart = tree | {"grpo": tree["grpo"] | {"generation_ranks": 2}}
+    found = pool.run(4, run, apart, tmp_path / "apart", [])[0][0]
+    # nothing is sampled while the last step trains
+    assert ["draft_acceptance" in line for line in alone] == [True, False]
+    one = alone[0]
+    assert 0 < one["draft_acceptance"] == found[0]["draft_acceptance"] < 1
+    drafted = one["drafted_per_sec"] * one["generation_s"]
+    assert drafted == pytest.approx(round(drafted)) and drafted > 100
+    rate = one["accepted_per_sec"] / one["drafted_per_sec"]
+    assert rate == pytest.approx(one["draft_acceptance"])
+    for step in (1, 2):
+        sides = [
+            read_rollouts(tmp_path / side / f"rollouts/step-{step:08d}.jsonl")
+            for side in ("plain", "alone", "apart")
+        ]
+        plain, *others = ([[r.response for r in group] for group in side] for side in sides)
+        assert others == [plain, plain]
 
 
 def test_a_run_that_begins_anew_samples_anew(tmp_path):

@@ -26,6 +26,7 @@ MANY = [
     ("fsdp", "cp", "pp"),
     ("hsdp", "ulysses", "pp", "selective"),
     ("fsdp", "tp", "cp", "pp", "recompute", "tied"),
+    ("fsdp", "tp", "ulysses", "pp", "mtp"),
 ]
 
 

@@ -256,7 +256,14 @@ def scaled_mm_of_torch(a, b, a_inverse, b_inverse, dtype, fast):
 
 
 def products(
-    setting, name, compiling=False, fp8=False, as_on_gpus=False, by_cpu_linears=False, **shape
+    setting,
+    name,
+    compiling=False,
+    fp8=False,
+    form="tensor",
+    as_on_gpus=False,
+    by_cpu_linears=False,
+    **shape,
 ):
     """Those of a forward and a backward pass.
 
@@ -265,7 +272,7 @@ def products(
     config = from_dict({"model": {"name": name, "vocab_size": 128, "num_layers": 4, **shape}})
     model = plain_model(config)
     if fp8:
-        to_fp8(model.blocks, "none", experts=True)
+        to_fp8(model.blocks, "none", experts=True, form=form)
     if by_cpu_linears:
         cpu.use_cpu_linears(model)
     recompute(model.blocks, setting)
@@ -295,6 +302,10 @@ def products(
                 "num_experts": 1,
                 "num_experts_per_tok": 1,
             },
+        ),
+        (
+            ["scaled_mm", "scaled_grouped_mm"],
+            {"name": "mixtral-8x7b-tiny", "fp8": True, "form": "row"},
         ),
         (["cpu_linear"], {"name": "llama3-8b-tiny", "by_cpu_linears": True}),
     ],

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import fields
+from functools import partial
 
 import pytest
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -77,7 +78,7 @@ def kernels(trace) -> Counter:
 @pytest.fixture(scope="module")
 def simulated():
     jobs = {
-        (name, rank): (configs.from_dict(tree), 4, rank, None)
+        (name, rank): partial(trace_step, configs.from_dict(tree), 4, rank, None)
         for name, tree in TREES.items()
         for rank in (0, 3)
     }

@@ -11,8 +11,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minitrain import load_pretrained
 from minitrain.formats import hf as checkpoint_hf
-from minitrain.formats.hf import load_weights, read_config
+from minitrain.formats.hf import load_weights, read_config, save_pretrained
 from minitrain.models.decoder import Decoder
+from minitrain.models.fp8 import Fp8Linear, in_fp8
+from minitrain.models.fp8 import to_fp8 as multiply_in_fp8
+from minitrain.models.quantize import dequantize, quantize
 from tests.helpers.hf_models import (
     CONFIGS,
     HYBRID_CONFIGS,
@@ -155,6 +158,57 @@ def test_fp8_blocks_of_qwen_are_those_of_transformers(family, sizes, tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    "family, sizes", [("qwen3", {}), ("qwen3-moe", dict(moe_intermediate_size=128))]
+)
+def test_what_is_saved_in_fp8_is_what_transformers_reads(family, sizes, tmp_path):
+    """And what this reads again, whose blocks fp8.form=block multiplies as they are."""
+    build(family, hidden_size=256, intermediate_size=384, head_dim=64, **sizes).save_pretrained(
+        tmp_path / "plain"
+    )
+    plain = load_pretrained(tmp_path / "plain")
+    save_pretrained(plain, tmp_path / "fp8", fp8=True)
+    stored = load_file(tmp_path / "fp8/model.safetensors")
+    for key, weight in load_file(tmp_path / "plain/model.safetensors").items():
+        if key.endswith(NOT_FP8):
+            assert torch.equal(stored.pop(key), weight)
+            continue
+        x8, scales = stored.pop(key), stored.pop(key + "_scale_inv")
+        assert x8.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+        assert scales.shape == (-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+        largest = weight.abs().max()
+        assert torch.equal(scales.log2(), scales.log2().round()) and scales.max() <= largest / 224
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        off = (x8.float() * spread[: len(weight), : weight.shape[1]] - weight).abs()
+        assert (off <= (weight.abs() * 2**-4).clamp(min=scales.max() * 2**-10)).all()
+    assert not stored
+    theirs, tokens = reload(tmp_path / "fp8", dtype=torch.float32), random_tokens(2, 24)
+    ours = load_pretrained(tmp_path / "fp8")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    weights = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    multiply_in_fp8(ours.blocks, "none", form="block")
+    rounded = [m for m in ours.modules() if isinstance(m, Fp8Linear)]
+    assert rounded
+    for module in rounded:
+        x8, inverse, _ = in_fp8(module, "weight")
+        assert torch.equal(dequantize(x8, inverse, torch.float32, (128, 128)), module.weight)
+    save_pretrained(load_pretrained(tmp_path / "fp8"), tmp_path / "again", fp8=True)
+    again = load_pretrained(tmp_path / "again").named_parameters()
+    assert all(torch.equal(p, weights[name]) for name, p in again)
+
+
+def test_families_without_fp8_files_are_not_saved_so(tmp_path):
+    build("llama3").save_pretrained(tmp_path / "plain")
+    model = load_pretrained(tmp_path / "plain")
+    refused(
+        lambda: save_pretrained(model, tmp_path / "fp8", fp8=True),
+        "family llama",
+        "no FP8 blocks",
+    )
+    assert not (tmp_path / "fp8").exists()
+
+
 def test_fp8_blocks(fp8):
     quantised, plain = fp8
     assert_same_weights(load_pretrained(quantised, dtype=torch.float32), load_pretrained(plain))
@@ -163,6 +217,15 @@ def test_fp8_blocks(fp8):
 def test_mxfp4(mxfp4):
     quantised, plain = mxfp4
     assert_same_weights(load_pretrained(quantised), load_pretrained(plain))
+
+
+def test_mxfp4_is_multiplied_as_it_is_in_blocks_of_32(mxfp4):
+    """By fp8.form=mx: e4m3 holds all of e2m1's values, and blocks begin where the file's do."""
+    for block in load_pretrained(mxfp4[0]).blocks:
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(block.mlp.experts, name).detach().float()
+            rounded = quantize(weight, torch.float8_e4m3fn, (1, 32))
+            assert torch.equal(dequantize(*rounded, torch.float32, (1, 32)), weight)
 
 
 def test_mxfp4_by_the_table(mxfp4):

@@ -1,6 +1,7 @@
 """A family of one's own in the table: names of tensors, kinds of keys, functions of its own."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def family(monkeypatch):
     """Return a function that puts a family like Llama's into the table."""
 
     def add(**changes):
-        changed = FAMILIES["llama"]._replace(architecture="OddForCausalLM", **changes)
+        changed = replace(FAMILIES["llama"], architecture="OddForCausalLM", **changes)
         monkeypatch.setitem(FAMILIES, "odd", changed)
 
     return add

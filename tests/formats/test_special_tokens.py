@@ -150,6 +150,8 @@ def test_a_new_model_has_nothing_of_the_old_ones_way_to_generate(tmp_path):
     old_model(tmp_path / "saved")
     save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1)), tmp_path / "saved")
     old_model(tmp_path / "merged")
+    # with it merge asks for another folder
+    (tmp_path / "merged/config.json").unlink()
     merge.main([*save_with_adapter(tmp_path), "--out", str(tmp_path / "merged")])
     for folder in ("trained", "saved", "merged"):
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / folder).generation_config

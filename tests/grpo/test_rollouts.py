@@ -684,6 +684,9 @@ def test_settings_that_decide_which_responses_a_step_has():
         "grpo.answer_key": "a",
         "grpo.mock_digits": 3,
         "grpo.reward": "math",
+        "grpo.environment": "x:Y",
+        "grpo.turns": 2,
+        "grpo.environment_failure": "zero",
         "grpo.overlong_buffer": 4,
         "grpo.overlong_penalty": 0.5,
     }

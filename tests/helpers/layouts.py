@@ -24,6 +24,7 @@ TECHNIQUES = {
     "recompute": {"recompute": "full"},
     "selective": {"recompute": "selective"},
     "accumulation": {"batch": {"micro": 1}},
+    "mtp": {"model": {"num_nextn_predict_layers": 2}, "mtp_weight": 0.5},
     "tied": {"model": {"tie_word_embeddings": True}},
 }
 

@@ -31,13 +31,13 @@ from minitrain.run.config import load as configs
 from minitrain.run.launch.start import fill_weights, start
 from minitrain.settings import Config
 from minitrain.training.build import build_model, initialize
-from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loop import forward_backward
 from minitrain.training.loss import IGNORE
+from minitrain.training.objectives import make_objective
 from minitrain.training.optim import clip_gradients
 from tests.helpers.pool import Pool, part_of
 
-# by parameter name
+# parameter name -> tensor
 Tensors = dict[str, Tensor]
 
 
@@ -102,11 +102,12 @@ def train(tree: dict, steps: int = 2, batch: Callable = ragged_batch) -> Trace:
     config = configs.from_dict(tree | {"device": "cpu"})
     meshes = start(config)
     model = build_model(config, meshes, fill_weights)
+    objective = make_objective(config)
     trace = Trace(weights=[copies(model.named_parameters())])
     for step in range(steps):
-        rows = micro_batches(batch(config, step), config, meshes.batch)
+        rows = micro_batches(objective.extend(batch(config, step)), config, meshes.batch)
         rows = [local_tokens(each, meshes.cp, config.parallel.context) for each in rows]
-        loss = forward_backward(model, LanguageModeling(), rows, meshes, torch.device("cpu"))
+        loss = forward_backward(model, objective, rows, meshes, torch.device("cpu"))
         trace.losses.append(loss.item())
         trace.gradients.append(
             copies((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
@@ -231,7 +232,8 @@ def plain_step(config: Config, weights: Tensors, batch: Tensors) -> tuple[float,
     """
     model = plain_model(config)
     model.load_state_dict(weights, strict=False)
-    loss = LanguageModeling().loss(model, batch) / (batch["labels"] != IGNORE).sum()
+    objective = make_objective(config)
+    loss = objective.loss(model, objective.extend(batch)) / (batch["labels"] != IGNORE).sum()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return loss.item(), dict(
         zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)

@@ -248,7 +248,7 @@ class Part:
 
     values: Tensor
     slices: tuple[slice, ...]
-    # of the whole tensor
+    # shape of the whole tensor
     shape: torch.Size
 
 

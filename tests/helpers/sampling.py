@@ -6,6 +6,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout import compiled
 from minitrain.rollout.batch import DecodingBatch
+from minitrain.rollout.drafting import DraftingBatch
 from minitrain.rollout.pages import Pages
 
 PROMPT_LENGTHS = (1, 6, 21, 21)
@@ -83,6 +84,12 @@ class Counter:
 
 def compiling_batch(*args, **named) -> DecodingBatch:
     batch = DecodingBatch(*args, **named)
+    batch.compiles = True
+    return batch
+
+
+def compiling_drafts(*args, **named) -> DraftingBatch:
+    batch = DraftingBatch(*args, **named)
     batch.compiles = True
     return batch
 

@@ -1,24 +1,36 @@
 """Multi-token prediction in one process, against a naive one, and its layers in the families' files."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from transformers.modeling_layers import MtpModel
 
-from minitrain import load_pretrained
+from minitrain import load_pretrained, train
 from minitrain.formats.hf import find_weights, load_weights, read_config, save_pretrained
+from minitrain.grpo.objective import PolicyGradient
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
+from minitrain.settings import GRPO
 from minitrain.training.build import initialize
 from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loss import IGNORE
 from minitrain.training.mtp_loss import FurtherLoss
-from tests.helpers.hf_models import edit_json, edit_weights, random_tokens, refused, reload
+from tests.helpers.hf_models import (
+    edit_json,
+    edit_weights,
+    in_our_layout,
+    random_tokens,
+    refused,
+    reload,
+)
 from tests.helpers.oracle import packed_batch
 from tests.helpers.training import logged
 
@@ -154,6 +166,46 @@ def test_acceptance_is_the_share_of_tokens_that_the_depths_get_right():
     }
 
 
+def test_layers_of_deepseek_are_those_of_transformers(tmp_path):
+    """From a file of theirs: logits of both depths, and every gradient."""
+    model = saved("deepseek-v3-tiny", tmp_path)
+    main = reload(tmp_path)
+    # which names the layer of the full size
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[45]\..*"]
+    theirs = MtpModel.from_pretrained(main)
+    tokens = random_tokens(2, 20)
+    hidden = main(tokens, output_hidden_states=True).hidden_states[-1]
+    ours = model(tokens, head=lambda hidden, weight, labels: hidden)
+    torch.testing.assert_close(ours, hidden, atol=1e-4, rtol=0)
+    found, expected = 0.0, 0.0
+    for k in range(1, DEPTHS + 1):
+        later = tokens[:, k:]
+        positions = torch.arange(later.shape[1])[None]
+        hidden = theirs.forward_layer(k - 1, hidden[:, :-1], positions, None, input_ids=later)
+        ours = model.predict_further(ours, F.pad(later, (0, k)), k - 1)
+        other = main.lm_head(hidden)
+        mine = (ours @ model.head_weight.T)[:, :-k]
+        assert other.std() > 0.1
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
+        cotangent = torch.randn(other.shape, generator=torch.Generator().manual_seed(k))
+        found = found + (mine * cotangent).sum()
+        expected = expected + (other * cotangent).sum()
+    found.backward()
+    expected.backward()
+    names = {".post_norm.": ".shared_head.norm.", ".mtp_block.": "."}
+    gradients = {}
+    for name, parameter in chain(main.named_parameters(), theirs.named_parameters()):
+        if match := re.match(r"layers\.(\d)(.*)", name):
+            name = f"model.layers.{4 + int(match[1])}{match[2]}"
+            for part, mine in names.items():
+                name = name.replace(part, mine)
+        gradients |= dict([in_our_layout(name, parameter.grad, gpt_oss=False)])
+    for name, parameter in model.named_parameters():
+        other = gradients[name]
+        assert other.norm() > 0, name
+        assert (parameter.grad - other).norm() <= 1e-3 * other.norm(), name
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 
 # names of some stored tensors, and of copies of the embedding and the head
@@ -274,3 +326,69 @@ def test_a_family_without_such_files_is_saved_for_minitrain(tmp_path):
         lambda: save_pretrained(model_of(depths=1), tmp_path),
         "model.num_nextn_predict_layers=1 cannot be saved as LlamaForCausalLM (must be 0)",
     )
+
+
+def test_grpo_trains_them_along():
+    """The gradient of the policy's loss and that of next tokens grow by the same."""
+    model, batch = model_of(num_layers=2), packed_batch(from_dict(TREE), 0)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("advantages", "sampled", "weights"):
+        batch[name] = torch.rand(batch["tokens"].shape, generator=generator)
+    keys = ("tokens", "labels", "positions", "document_ids")
+
+    def gradients(further):
+        objective = LanguageModeling(further=further)
+        policy = PolicyGradient(GRPO(), 1.0, 8, further)
+        given = objective.extend(batch)
+        kept = {key: given[key] for key in given if key in keys or key.startswith("next")}
+        losses = objective.loss(model, kept), policy.loss(model, given)
+        return [torch.autograd.grad(loss, weights, allow_unused=True) for loss in losses]
+
+    weights = list(model.parameters())
+    before, after = gradients(None), gradients(FurtherLoss(DEPTHS, 0.3))
+    for parameter, *found in zip(weights, *before, *after, strict=True):
+        old, old_policy, new, new_policy = (0 if g is None else g.double() for g in found)
+        assert (new - old).norm() > 0
+        assert (new - old - (new_policy - old_policy)).norm() <= 1e-4 * (new - old).norm()
+        assert parameter.shape == new.shape
+
+
+def test_grpo_with_means_over_responses_is_refused():
+    fields = {"num_nextn_predict_layers": 1, "name": "llama3-8b-tiny", "vocab_size": 258}
+    tree = {
+        "model": fields,
+        "task": "grpo",
+        "grpo": {"aggregation": "sequence"},
+        "data": {"template": "plain"},
+    }
+    refused(partial(from_dict, tree), "grpo.aggregation=sequence", "mtp_weight=0")
+    from_dict(tree | {"mtp_weight": 0.0})
+
+
+def test_a_run_logs_them_and_goes_on_exactly(tmp_path):
+    """With averages of the weights, by which it validates, and which it writes."""
+    tree = {
+        "model": {"name": "llama3-8b-tiny", "num_layers": 1, "num_nextn_predict_layers": 1},
+        "batch": {"global": 2, "micro": 1, "seq_len": 16},
+        "optim": {"ema": 0.5, "lr": 0.01},
+        "validation": {"every": 2, "batches": 1},
+        "device": "cpu",
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    logs, written = [], []
+    for name, stops in (("whole", [4]), ("stopped", [2, 4])):
+        for steps in stops:
+            words = [f"out_dir={tmp_path / name}", f"steps={steps}"]
+            train.main(["--config", str(tmp_path / "run.yaml"), *words])
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        logs.append([json.loads(line) for line in lines])
+        written.append(load_pretrained(tmp_path / name))
+    keys = ("loss", "mtp_loss", "val_loss", "val_mtp_loss", "val_mtp_acceptance")
+    found, resumed = ([[line.get(key) for key in keys] for line in log] for log in logs)
+    assert found == resumed and len(found) == 4
+    for step, (loss, further, *held_out) in enumerate(found, 1):
+        assert 0 < further != loss
+        assert (None in held_out) == (step % 2 > 0)
+    assert written[0].config.num_nextn_predict_layers == 1
+    for name, tensor in written[0].state_dict().items():
+        assert torch.equal(written[1].state_dict()[name], tensor), name

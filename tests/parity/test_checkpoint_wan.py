@@ -107,7 +107,7 @@ ORIGINALS = {
 @pytest.mark.parametrize("kind", ORIGINALS)
 def test_original_names_are_what_diffusers_converts(kind, size, tmp_path):
     ours = Wan(ORIGINALS[kind])
-    save_pretrained(ours, tmp_path, size, original_names=True)
+    save_pretrained(ours, tmp_path, max_shard_bytes=size, original_names=True)
     stored = {}
     for file in tmp_path.glob("diffusion_pytorch_model*.safetensors"):
         stored |= load_file(file)

@@ -437,10 +437,12 @@ def test_a_model_has_no_place_beside_adapters(tmp_path):
         save_pretrained(model, adapter)
     with pytest.raises(InputError, match=complaint):  # before a step is done
         train(from_dict({"model": str(base), "out_dir": str(adapter), "batch": {"seq_len": 8}}))
-    with pytest.raises(InputError, match="merged holds adapter_config.json"):
-        merge.main(
-            ["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "merged")]
-        )
+    shutil.copytree(adapter, tmp_path / "other")
+    for out, told in (("merged", "a model already"), ("other", "adapter_config.json")):
+        with pytest.raises(InputError, match=f"{out} holds {told}"):
+            merge.main(
+                ["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / out)]
+            )
     assert sorted(adapter.iterdir()) == before
 
 

@@ -19,6 +19,7 @@ from tests.helpers.sampling import (
     Counter,
     as_on_cuda,
     compiling_batch,
+    compiling_drafts,
     kinds_of_layers,
     make,
     prompts_of,
@@ -36,6 +37,7 @@ def sampler_graphs(request, monkeypatch):
     counter = Counter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(engine, "DecodingBatch", compiling_batch)
+    monkeypatch.setattr(engine, "DraftingBatch", compiling_drafts)
     if request.param == "CUDA":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
         monkeypatch.setattr(weights, "can_join", lambda device: True)
@@ -89,6 +91,23 @@ def test_few_graphs_give_the_same_tokens(name, sizes, sampler_graphs):
     sampler.free()
     gc.collect()
     assert pools and not any(pool() is not None for pool in pools)
+
+
+def test_drafts_are_verified_in_few_graphs(sampler_graphs):
+    """Of two models: of the draft model, over several tokens of a row and over one."""
+    model, prompts = make("qwen3-32b"), prompts_of((9, 1))
+    draft = make("qwen3-32b", seed=1, num_layers=1)
+    expected = [uncached(model, prompt, NEW) for prompt in prompts]
+    sampler, counts = Sampler(model, settings=SETTINGS, draft=draft), []
+    params = SamplingParams(temperature=0, max_tokens=NEW)
+    for _ in range(2):
+        for rows in (2, 1):
+            found = sampler.generate(prompts[:rows], params)
+            assert [each.tokens for each in found] == expected[:rows]
+        counts.append(sampler_graphs.graphs)
+    on_cuda = compiled.cache_for_compiler is as_on_cuda
+    # three kinds of passes, each for the first number of rows and for one; and prefills
+    assert 0 < counts[0] == counts[1] <= (4 * (3 * 2 + 2) if on_cuda else 3 * 2)
 
 
 def test_a_first_prompt_of_one_token(sampler_graphs):

@@ -37,11 +37,11 @@ def test_each_key_stands_below_its_comment_with_type_and_default():
     place = lines.index("  lr: 0.5")
     assert (
         lines[place - 1]
-        == "  # the highest learning rate of the schedule (float, default: 0.0003)"
+        == "  # the highest learning rate of the schedule (number; default: 0.0003)"
     )
     place = lines.index('  context: "ulysses"')
     assert " ".join(line.strip(" #") for line in lines[place - 2 : place]) == (
-        "how context-parallel ranks exchange keys and values (Literal['allgather', 'ulysses'], default: \"allgather\")"
+        'how context-parallel ranks exchange keys and values (allgather, ulysses; default: "allgather")'
     )
 
 

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, inject_adapter_in_model
 
+from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import ZOO, model_config
+from minitrain.run.config.load import from_dict
 from minitrain.run.monitor.flops import (
     Convention,
     Work,
@@ -23,6 +25,7 @@ from minitrain.run.monitor.flops import (
     lora_weights,
     nemo_pretrain,
     nemo_squad,
+    step_flops,
 )
 from minitrain.settings import TARGETS
 from minitrain.training.build import initialize
@@ -339,6 +342,46 @@ def test_experts_by_hand():
     assert work.routers == 24 * 32 * h
     adapted = lora_weights(config, 16, ["experts.down_proj", "q_proj"])
     assert adapted == 24 * 16 * (4 * (h + h) + (h + 64 * 64))
+
+
+def test_a_depth_of_multi_token_prediction():
+    """DeepSeek-V3's has 11.5B parameters beside embedding and head, says its README_WEIGHTS.md, which leaves out the
+    projection; the head runs again."""
+    h = 7168
+    plain, further = (
+        count_work(model_config("deepseek-v3", num_nextn_predict_layers=depths))
+        for depths in (0, 1)
+    )
+    block = further.parameters - plain.parameters - 2 * h * h
+    assert block / 1e9 == pytest.approx(11.5, abs=0.05)
+    attention = h * (1536 + 576) + 128 * (1536 * 192 + 512 * 256 + 128 * h)
+    experts = 9 * 3 * h * 2048
+    assert further.weights - plain.weights == attention + experts + 2 * h * h + 129280 * h
+    assert further.routers - plain.routers == 256 * h
+    assert further.attention - plain.attention == plain.attention / 61
+
+
+@pytest.mark.parametrize(
+    ("tree", "length"),
+    [({}, 1024), ({"task": "grpo", "data": {"template": "plain"}}, 4)],
+    ids=str,
+)
+def test_depths_count_where_they_are_trained(tree, length):
+    """Of a GRPO step in training alone: the other forward passes are of the model without them."""
+    model = {"name": "llama3-8b-tiny", "vocab_size": 258}
+    found = []
+    for depths, weight in ((0, 0.1), (1, 0.1), (1, 0.0)):
+        fields = model | {"num_nextn_predict_layers": depths}
+        config = from_dict(tree | {"model": fields, "mtp_weight": weight})
+        # of 128 responses, as many as a step of GRPO has
+        found.append(step_flops(config, None if tree else open_dataset(config)[0])(128 * 4))
+    plain, trained, frozen = found
+    before, after = (
+        flops_per_token(model_config(**model, num_nextn_predict_layers=depths), length, clean)
+        for depths in (0, 1)
+    )
+    assert plain == frozen < trained
+    assert trained - plain == pytest.approx(after - before)
 
 
 def test_of_a_hybrids_layers_only_attention_has_a_window():

@@ -10,8 +10,8 @@ from minitrain.bench.rows import load_row, row_trees
 from minitrain.commands import bench
 from minitrain.data.datasets import open_dataset
 from minitrain.run.config import load as configs
+from minitrain.run.config.recipes import CONFIGS
 from minitrain.run.config.unread import READERS, unread
-from minitrain.run.launch.cli import CONFIGS
 from minitrain.run.launch.start import fill_weights, start
 from minitrain.settings import Config, Lora, Source
 from minitrain.training.loop import Trainer
@@ -66,6 +66,11 @@ READ = {
     "diffusion.std": [{"diffusion.sampling": each} for each in ("logit_normal", "mixed")],
     "diffusion.mode_scale": [{"diffusion.sampling": "mode"}],
     "diffusion.uniform_share": [{"diffusion.sampling": "mixed"}],
+    "grpo.reward": [{}],
+    "grpo.turns": [{"grpo.environment": "x:Y"}],
+    "grpo.environment_seconds": [{"grpo.environment": "x:Y"}],
+    "grpo.environment_failure": [{"grpo.environment": "x:Y"}],
+    "grpo.environment_wait": [{"grpo.environment": "x:Y"}],
     "grpo.prompt_key": [JSONL],
     "grpo.answer_key": [JSONL],
     "grpo.mock_digits": [{}],
@@ -87,6 +92,7 @@ TAKEN = {
     "data.validation": TEXT | {"data.validation_path": "y"},
     "optim.betas": {"optim.name": "sgd"},
     "optim.eps": {"optim.name": "sgd"},
+    "grpo.reward": {"grpo.environment": "x:Y"},
     "grpo.mock_digits": JSONL,
 }
 

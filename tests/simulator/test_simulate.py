@@ -16,7 +16,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run.config import load as configs
-from minitrain.run.config.layout_checks import micro_batches
+from minitrain.run.config.ranks import micro_batches
 from minitrain.run.monitor.flops import count_work, visible_share
 from minitrain.settings import Lora
 from minitrain.simulator import sweep
@@ -39,6 +39,7 @@ from minitrain.simulator.simulate import (
     record,
     representatives,
     time_traces,
+    with_balanced_experts,
 )
 from minitrain.simulator.timeline import Span, Timeline, load_system
 from minitrain.simulator.trace import Event, Trace, Tracer
@@ -166,12 +167,13 @@ def test_an_action_takes_what_its_rank_does_since_the_one_before():
     }  # 2 seconds of gathering come before all
 
 
-def test_model_flops_of_packed_documents_are_those_that_run():
+@pytest.mark.parametrize("depths", [0, 2])
+def test_model_flops_of_packed_documents_are_those_that_run(depths):
     """All that is executed but 2 of attention's 14 d L per key: its backward kernel computes the scores again."""
     batch = {"global": 2, "micro": 1, "seq_len": 512}
-    config = configs.from_dict(
-        TREE | {"task": "sft", "data": {"kind": "mock", "packed": True}, "batch": batch}
-    )
+    tree = TREE | {"task": "sft", "data": {"kind": "mock", "packed": True}, "batch": batch}
+    tree["model"] = TREE["model"] | {"num_nextn_predict_layers": depths}
+    config = configs.from_dict(tree)
     visible = visible_share(open_dataset(config)[0])
     assert visible < 0.7  # several documents
     trace = trace_step(config, 2, visible=visible)
@@ -242,6 +244,29 @@ def test_attention_counts_in_whatever_file_a_model_is(model):
         modules = list(make_counted(visible, config).modules())
         found = [vars(m)[name] for m in modules for name in ATTENDING if name in vars(m)]
         assert found == [stand_in] * layers * kinds
+
+
+@pytest.mark.parametrize("form", ["row", "mx"])
+def test_forms_of_fp8_run_the_same_products_on_fp8_units(form):
+    """Experts' as grouped products of as many FLOPs, but for the places that round up an expert's tokens; and none on a
+    system whose units have not the form."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_layers": 1}
+    tree = TREE | {"model": {"name": "mixtral-8x7b-tiny"} | sizes, "precision": "fp8"}
+    kinds = ({}, {"fp8": {"form": form, "experts": True}})
+    configs_of = [with_balanced_experts(configs.from_dict(tree | kind)) for kind in kinds]
+    plain, ours = (trace_step(few_micro_batches(config), 2) for config in configs_of)
+
+    def flops(trace, kind, element):
+        events = (e for e in trace.events if e.kind == kind and e.element == element)
+        return sum(event.flops for event in events)
+
+    assert flops(plain, "gemm", 1) == flops(ours, "gemm", 1) > 0
+    assert flops(ours, "grouped", 2) == flops(plain, "grouped", 1) == 0
+    grouped, places = flops(plain, "grouped", 2), flops(ours, "grouped", 1)
+    assert grouped < places < 2 * grouped
+    system = "dgx-h100" if form == "mx" else "dgx-b300"
+    with pytest.raises(InputError, match=f"fp8.form={form} is not simulated on {system}"):
+        time_traces(configs_of[1], {0: ours}, load_system(system))
 
 
 def test_experts_in_fp32_are_refused():

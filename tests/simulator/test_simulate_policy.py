@@ -10,8 +10,9 @@ from minitrain.bench.decoding import Reads, model_reads
 from minitrain.bench.rows import CONFIGS
 from minitrain.data.datasets import open_dataset
 from minitrain.models.zoo import empty_model, model_config
-from minitrain.run.config.layout_checks import check_layout, stated_ranks
+from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import from_dict, load
+from minitrain.run.config.ranks import stated_ranks
 from minitrain.simulator.simulate import Simulation
 from minitrain.simulator.simulate_policy import (
     LENGTH_SPREAD,
@@ -313,6 +314,24 @@ def test_responses_are_decoded_by_as_many_samplers_as_there_are():
         policy(), between, None
     )
     assert late == pytest.approx(12 * STACK.far_step)
+
+
+def test_drafts_take_fewer_passes_that_read_more():
+    """Of two drafts half are right: 1.75 tokens a pass, which computes three, and a layer twice."""
+    shape = model_config("mixtral-8x7b-tiny")
+    layer = replace(shape, num_layers=1)
+    steps = [
+        decoding_seconds(SECOND, shape, model_reads(shape), 2, 8 + n, 2, together=3)
+        + 2 * decoding_seconds(SECOND, layer, model_reads(layer), 2, 8 + n, 2)
+        for n in range(12)
+    ]
+    drafted = policy(model="mixtral-8x7b-tiny", reference={"drafts": 2, "acceptance": 0.5})
+    found = generation_seconds(drafted, replace(SECOND, decode_step=0.0), None)
+    assert found == pytest.approx(sum(steps) / 1.75, rel=1e-3)
+    chosen = 8 * (1 - (3 / 4) ** (3 * 2))
+    assert decoding_seconds(SECOND, shape, READS, 3, 10, 1, together=2) == pytest.approx(
+        1060 + chosen * 100
+    )
 
 
 def test_a_refit_sends_weights_in_bf16_over_the_slowest_link():

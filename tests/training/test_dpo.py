@@ -12,6 +12,7 @@ from trl.trainer.utils import add_fused_lm_head
 from minitrain import load_pretrained, train
 from minitrain.data.chat.preferences import Pairs, read_pair
 from minitrain.data.datasets import open_dataset
+from minitrain.data.records import counted
 from minitrain.data.text.text_rows import Sample
 from minitrain.errors import InputError
 from minitrain.grpo.batches import reply_sample
@@ -38,6 +39,7 @@ TREE = {
     "optim": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip": None},
     "device": "cpu",
 }
+METRICS = defaultdict(lambda: defaultdict(list))
 SETTINGS = [
     {},
     {"loss": "ipo"},
@@ -77,7 +79,8 @@ def as_samples(pairs: list[dict]) -> list[list[Sample]]:
 
 
 def loss_of_trl(model, reference, pairs, kind: str, beta: float) -> torch.Tensor:
-    """The mean loss that TRL's trainer computes."""
+    """The mean loss that TRL's trainer computes; what it logs goes to METRICS."""
+    METRICS.clear()
     for each in (model, reference):
         add_fused_lm_head(each, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
     alike = SimpleNamespace(
@@ -95,7 +98,7 @@ def loss_of_trl(model, reference, pairs, kind: str, beta: float) -> torch.Tensor
         precompute_ref_logps=False,
         f_divergence_type="reverse_kl",
         use_weighting=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
+        _metrics=METRICS,
         _total_train_tokens=0,
         _tp_size=1,
         args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs={}),
@@ -135,6 +138,19 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path, kind, settings):
     loss = objective.loss(ours.requires_grad_(True), batch) / len(pairs)
     loss.backward()
     torch.testing.assert_close(loss, expected.detach(), atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        objective.loss(ours, batch)
+    # of training and, apart from it, of validation; TRL logs theirs as lists over batches
+    logged = {key: values[0] for key, values in next(iter(METRICS.values())).items()}
+    held = objective.held_out(lambda x: x)
+    trained = objective.metrics(objective.sums().tolist())
+    assert held == {f"val_{name}": value for name, value in trained.items()}
+    # TRL's rewards are of sums in any case
+    if not settings.length_normalized:
+        for ours_, name in (("accuracy", "accuracies"), ("margin", "margins"), ("chosen",) * 2):
+            assert trained[f"reward_{ours_}"] == pytest.approx(
+                logged[f"rewards/{name}"], abs=1e-5
+            )
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     check_close(
         [{name: p.grad for name, p in ours.named_parameters()}], gradients, 1e-4, "gradients"
@@ -299,7 +315,10 @@ def test_replies_in_the_prompt_are_not_learned(tmp_path):
     "line, told",
     [
         ({"prompt": "1+1?", "chosen": "2"}, "no key 'rejected'"),
-        ({"prompt": "1+1?", "chosen": "2", "rejected": "2"}, "'chosen' has no reply of its own"),
+        (
+            {"prompt": "1+1?", "chosen": "2", "rejected": "2"},
+            "'chosen' and 'rejected' are the same",
+        ),
         ({"prompt": "1+1?", "chosen": "2", "rejected": " "}, "'rejected' is empty"),
         ({"prompt": 3, "chosen": "2", "rejected": "3"}, "'prompt' must be text, not int"),
         (
@@ -346,7 +365,7 @@ def test_pairs_that_fill_more_than_a_row_are_cut_or_dropped(tmp_path):
         tree = TREE | {"data": TREE["data"] | {"path": str(file), "over_long": over_long}}
         data, _ = open_dataset(configs.from_dict(tree))
         assert len(data.pairs) == count and data.about.startswith(
-            f"{count} pairs ({3 - count} dropped)"
+            f"{counted(count, 'pair')} ({3 - count} dropped)"
         )
 
 

@@ -152,7 +152,8 @@ class Rendering:
         for key in chain(shown, *(message.more for message in messages)):
             if not re.search(rf"\b({KEY_PATTERNS.get(key, key)})\b", template.source):
                 raise InputError(
-                    f"{key!r} is not supported by {template.name}: it is not in its text"
+                    f"{key!r} is not supported by {template.name}: it is not in its text "
+                    f"(use a tokenizer whose own template has it, or remove it)"
                 )
         # a template without a developer role gets such a turn as the system's
         if "developer" not in template.source and "system" in template.source:
@@ -199,6 +200,28 @@ class Rendering:
             # the placeholder ends in a space: if the template drops it, it also strips the message
             text = text if rest.startswith(" ") else text.rstrip()
         return text
+
+    def after_reply(self) -> str:
+        """Return the text between the last reply, with its end, and the next one that it asks for."""
+        i = max(i for i, message in enumerate(self.messages) if message.role == "assistant")
+        problem = self.unclear(i)
+        for probe in self.probes(i):
+            turns = [*self.messages[:i], probe, *self.messages[i + 1 :]]
+            try:
+                text = self.render(turns, ask=True)
+            except InputError as error:
+                problem = error
+                continue
+            _, *after = text.split(PLACEHOLDER)
+            if len(after) != 1:
+                continue
+            self.check_all_shown(MARKS.sub("", text))
+            _, marked, rest = after[0].partition(DONE)
+            if marked:
+                return MARKS.sub("", rest)
+            if end := self.end_of_reply(i, probe, after[0]):
+                return after[0][end.end() :]
+        raise problem
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Yield the text in pieces, each with whether the model is to say it."""

@@ -24,7 +24,7 @@ from minitrain.data.chat.chat_templates import (
     Rendering,
     WrittenArguments,
 )
-from minitrain.data.records import text_of
+from minitrain.data.records import other_task, text_of
 from minitrain.data.text.text_rows import Sample
 from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
 from minitrain.errors import InputError, located
@@ -300,7 +300,8 @@ def _read_layout(record: dict) -> Chat:
         response = usual_key(record, RESPONSES)
         if prompt is None or response is None:
             raise InputError(
-                "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
+                other_task(record, "pretrain")
+                or "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
                 f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
             )
         asked = prompt_of(record, prompt)
@@ -494,7 +495,6 @@ def read_squad(record: dict) -> tuple[str, str]:
     answer = answer.get("text") if isinstance(answer, dict) else answer
     if not isinstance(answer, str) or not answer.strip():
         raise InputError("'answers' must hold a text, as in SQuAD 1.1: {'text': ['...']}")
-    asked = (
-        f"Context: {text_of(record, 'context')} Question: {text_of(record, 'question')} Answer:"
-    )
-    return asked, answer
+    context = text_of(record, "context")
+    question = text_of(record, "question")
+    return f"Context: {context} Question: {question} Answer:", answer

@@ -31,7 +31,7 @@ from minitrain.data.chat.chats import (
 from minitrain.data.chat.sft import Chats, fit_sample
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
-from minitrain.data.records import Skips, read_records
+from minitrain.data.records import Skips, other_task, read_records
 from minitrain.data.text.text_rows import Row, Sample
 from minitrain.data.tokenizer import fitting_tokenizer
 from minitrain.errors import InputError
@@ -75,7 +75,7 @@ def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
         else:
             pairs.append(cut)
             truncated += any(len(sample.tokens) > half for sample in pair)
-    counts = f" ({dropped:,} dropped)"
+    counts = f" ({dropped:,} dropped)" if dropped else ""
     if truncated:
         counts += f", {truncated:,} truncated to {half:,} tokens a reply,"
     if alike:
@@ -108,6 +108,10 @@ def read_pair(record: dict) -> list[Chat]:
 
     Raises InputError for a line that is no such pair.
     """
+    if any(record.get(key) is None for key in SIDES) and (
+        other := other_task(record, "sft", "pretrain")
+    ):
+        raise InputError(f"{other} (a pair has 'chosen' and 'rejected')")
     beside = {key: value for key, value in record.items() if key not in SIDES}
     refuse_unread(beside, UNREAD_IN_LINE, "the messages")
     asked = read_prompt(beside)
@@ -120,6 +124,8 @@ def read_pair(record: dict) -> list[Chat]:
         pair.append(with_system(turns, record))
     alike = takewhile(lambda turns: turns[0] == turns[1], zip(*pair, strict=False))
     shared = len(list(alike))
+    if pair[0] == pair[1]:
+        raise InputError("'chosen' and 'rejected' are the same, so nothing is to be learned")
     for key, turns in zip(SIDES, pair, strict=True):
         if not any(turn.role == "assistant" for turn in turns[shared:]):
             raise InputError(f"{key!r} has no reply of its own beside the other's")
@@ -171,7 +177,7 @@ class Pairs(Chats):
             joined.append(Sample(tokens, labels))
         packed = config.data.packed is not False
         super().__init__(joined, config.batch.seq_len, config.seed, packed, True, **more)
-        self.about = self.about.replace(" chats", " pairs", 1)
+        self.about = self.about.replace(" chat", " pair", 1)
         self.pairs = pairs
         # which `questions` asks
         self.samples = [pair[0] for pair in pairs]

@@ -20,6 +20,7 @@ from minitrain.data.chat.chats import (
     chat_key,
     encode_chat,
     encode_question,
+    end_of_reply,
     make_sample,
     prompt_of,
     read_shown,
@@ -30,9 +31,9 @@ from minitrain.data.chat.chats import (
     with_system,
     words_of,
 )
-from minitrain.data.files import find_files, held_out_apart
+from minitrain.data.files import find_files, train_and_held_out
 from minitrain.data.held_out import split_off
-from minitrain.data.records import Number, Skips, read_records
+from minitrain.data.records import Number, Skips, counted, other_task, read_records
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
 from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located
@@ -59,7 +60,7 @@ class Problems:
     def __init__(self, problems: list[Problem], seed: int, note: str = ""):
         self.problems = problems
         self.seed = seed
-        self.about = f"{len(problems):,} problems{note}"
+        self.about = f"{counted(len(problems), 'problem')}{note}"
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -79,14 +80,19 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     """
     data = config.data
     if data.validation_path:
-        trained, held = map(open_problems, held_out_apart(config))
+        trained, held = map(open_problems, train_and_held_out(config))
         return trained[0], held[0], *trained[2:]
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)
     made_up = data.kind == "mock"
     skips = Skips(data.on_error == "skip")
 
+    # environments make what they need of a line; warming up takes questions with answers
+    free = bool(config.grpo.environment) and not config.grpo.warmup_steps
+
     def read(row: dict) -> Problem:
+        if free:
+            return Problem([], [], "", row)
         messages, answer = read_problem(row, config.grpo.prompt_key, config.grpo.answer_key)
         problem = encode_problem(messages, answer, row, template, tokenizer)
         check_length(problem, config)
@@ -104,7 +110,12 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
         raise InputError(f"data.path={data.path} holds no problem{skips.aside}")
     # random weights have never seen an end of their own
     shape = config.model.config if config.model.path else DecoderConfig()
-    ends = find_ends(shape, problems[0].reply[-1], tokenizer.eos_id)
+    end = problems[0].reply[-1] if problems[0].reply else end_of_reply(template, tokenizer)
+    if end is None:
+        raise InputError(
+            f"{template.name} does not show where a reply ends (use data.template=llama3, chatml or plain)"
+        )
+    ends = find_ends(shape, end, tokenizer.eos_id)
     share = data.validation or (0.1 if made_up else 0)
     if not share:
         return Problems(problems, config.seed, skips.aside), None, tokenizer, ends
@@ -119,14 +130,19 @@ def split_by_prompt(
     """Return the problems to train on, and those held out: one of each of a share of all prompts.
 
     Other lines often have the same prompt: DAPO-Math-17k has all of them a hundred times,
-    OpenMathInstruct-2 several solutions of many.
+    OpenMathInstruct-2 several solutions of many. Without prompts, of which environments make their
+    own, lines are told apart.
     """
+
+    def key(problem: Problem) -> tuple:
+        return tuple(problem.prompt) or (json.dumps(problem.row, default=str, sort_keys=True),)
+
     different = {}
     for problem in problems:
-        different.setdefault(tuple(problem.prompt), problem)
+        different.setdefault(key(problem), problem)
     _, held = split_off(list(different.values()), share, seed)
-    hidden = {tuple(problem.prompt) for problem in held}
-    return [problem for problem in problems if tuple(problem.prompt) not in hidden], held
+    hidden = {key(problem) for problem in held}
+    return [problem for problem in problems if key(problem) not in hidden], held
 
 
 def encode_problem(
@@ -236,6 +252,8 @@ def answer_of(row: dict, key: str) -> str:
 def usual_name(row: dict, names: Sequence[str], what: str) -> str:
     found = usual_key(row, names)
     if found is None:
+        if other := other_task(row, "dpo", "pretrain"):
+            raise InputError(f"{other} (a problem has a prompt and an answer)")
         known = ", ".join(names)
         raise InputError(f"no {what} (one of {known}; or name its key by grpo.{what}_key)")
     return found

@@ -21,7 +21,7 @@ from minitrain.data.chat.chats import (
 )
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
-from minitrain.data.records import Skips, read_records
+from minitrain.data.records import Skips, counted, other_task, read_records
 from minitrain.data.text.text_rows import Mock, Row, Sample
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer
 from minitrain.errors import InputError
@@ -71,6 +71,8 @@ def read_samples(
     """Yield the samples of all lines of all files, in order and however long."""
 
     def read(record: dict) -> Sample:
+        if other := other_task(record, "dpo"):
+            raise InputError(other)
         messages = read_messages(record)
         return make_sample(*encode_chat(messages, template, tokenizer, read_shown(record)))
 
@@ -132,8 +134,8 @@ class Chats:
         if packed:
             self.rows = first_fit_decreasing(lengths, seq_len)
         self.fill = sum(lengths) / (len(self.rows) * seq_len)
-        rows = f"{len(self.rows):,} rows of {seq_len:,} tokens, {self.fill:.1%} filled"
-        self.about = f"{len(samples):,} chats{note} in {rows}"
+        rows = f"{counted(len(self.rows), 'row')} of {seq_len:,} tokens, {self.fill:.1%} filled"
+        self.about = f"{counted(len(samples), 'chat')}{note} in {rows}"
         self.about = "\nnote: ".join([self.about, *template.notes])
         self.asks = template.asks
 

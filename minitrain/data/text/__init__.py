@@ -1,7 +1,7 @@
-"""Documents as rows of tokens. Read text_rows.py first, then corpus.py and token_files.py.
+"""Turn documents into rows of tokens.
 
-text_rows.py      the datasets: documents end to end or packed whole, cut into rows
-corpus.py         documents of tokens, in memory or in files; texts become tokens there
-choices.py        questions with choices, of which `minitrain evaluate` measures the likeliest
-token_files.py    files that hold tokens already: .npy, raw, llm.c's, Megatron's
+text_rows      the datasets: documents laid end to end, or packed whole, in rows (read this first)
+corpus         documents of tokens, in memory or in files; tokenize texts
+choices        questions with choices, for `minitrain evaluate`
+token_files    files that already hold tokens: .npy, raw, llm.c's, Megatron's
 """

@@ -1,11 +1,11 @@
-"""Questions with choices, as lm-evaluation-harness (0.4.13) asks them without examples.
+"""Read questions with choices, in the form of lm-evaluation-harness (0.4.13) without examples.
 
-    set        keys of a line                                    what a model reads, and what follows
+    set        keys of a line                                    text that a model reads; choices
     HellaSwag  activity_label, ctx_a, ctx_b, endings, label      the text; each ending
     ARC        question, choices {text, label}, answerKey        "Question: ...\\nAnswer:"; each text
     MMLU       question, choices, answer, and perhaps subject    the choices, lettered; each letter
 
-Zellers et al. 2019, Clark et al. 2018, Hendrycks et al. 2021. A space stands before what follows.
+Zellers et al. 2019, Clark et al. 2018, Hendrycks et al. 2021. A space is put before each choice.
 """
 
 import re
@@ -23,15 +23,16 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Question(NamedTuple):
-    """A text, what may follow it, and the number of what is right."""
+    """A text, its possible continuations, and the number of the right one."""
 
     text: str
     choices: list[str]
+    # index of the right choice, from 0
     answer: int
 
 
 def read_choices(record: dict) -> Question:
-    """Return the question of a line. Raises InputError for what is none, or has no right answer."""
+    """Return the question of a line. Raises InputError for other lines, and for a wrong answer."""
     if "endings" in record:
         question = read_hellaswag(record)
     elif "choices" in record and "answerKey" in record:
@@ -43,8 +44,9 @@ def read_choices(record: dict) -> Question:
             "neither 'endings' (as HellaSwag's lines), nor 'choices' with 'answerKey' (ARC) or 'answer' (MMLU)"
         )
     if not 0 <= question.answer < len(question.choices):
-        told = f"the answer {question.answer} is none of {len(question.choices)} choices"
-        raise InputError(f"{told}, which count from 0")
+        raise InputError(
+            f"the answer {question.answer} is none of {len(question.choices)} choices, which count from 0"
+        )
     if not all(question.choices):
         raise InputError("a choice is empty")
     return question
@@ -59,7 +61,7 @@ def read_hellaswag(record: dict) -> Question:
 
 
 def without_marks(text: str) -> str:
-    """Return a text without WikiHow's marks, such as [step]."""
+    """Return a text without WikiHow's markup, such as [step]."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -104,7 +106,7 @@ def texts_of(record: dict, key: str) -> list[str]:
 
 
 def number_of(record: dict, key: str, letters: str = "") -> int:
-    """Return a number, which may be written as text or, where there are `letters`, as one of them."""
+    """Return a key's number, which may be written as text or, if `letters` are given, as one of them."""
     value = record.get(key)
     if isinstance(value, str) and len(value) == 1 and value in letters:
         return letters.index(value)
@@ -116,9 +118,9 @@ def number_of(record: dict, key: str, letters: str = "") -> int:
 
 
 def encode_choices(question: Question, tokenizer: Tokenizer, seq_len: int) -> list[Sample]:
-    """Return a sample for each choice, whose labels are the choice's tokens.
+    """Return a sample for each choice; only the choice's tokens have labels.
 
-    A text that is too long loses its beginning.
+    Samples that are too long lose their beginning.
     """
     samples = []
     asked = question.text.rstrip()
@@ -126,7 +128,7 @@ def encode_choices(question: Question, tokenizer: Tokenizer, seq_len: int) -> li
     context = tokenizer.encode(asked)
     for choice in question.choices:
         whole = tokenizer.encode(f"{asked}{rest} {choice}")
-        # a token may reach over the border: then it belongs to the text
+        # a token that spans the border counts as the text's
         count = len(whole) - len(context)
         if count < 1:
             raise InputError(f"the choice {choice!r} has no token of its own")

@@ -30,22 +30,22 @@ Documents = Iterable[str | Iterator[str]]
 
 @dataclass
 class Corpus:
-    """Spans of tokens, laid end to end. Where a span ends, so does a document.
+    """Spans of tokens, laid end to end. A document ends at the end of each span."""
 
-    stores: token files, or arrays [n]. which, starts, lengths: int64 [spans], the number of the
-    store that has a span, and where. sizes: int64 [spans], in bytes of text; None if unknown.
-    document_end: the id that ends a document inside a span, or -1.
-    """
-
+    # token files, or arrays [n]
     stores: Sequence[TokenFile | np.ndarray]
+    # int64 [spans]: index of the span's store
     which: np.ndarray
+    # int64 [spans]: first token in the store, and number of tokens
     starts: np.ndarray
     lengths: np.ndarray
+    # int64 [spans]: bytes of text; None if unknown
     sizes: np.ndarray | None = None
+    # the id that ends documents within a span, or -1
     document_end: int = -1
 
     def __post_init__(self):
-        # of each span in the corpus, and of what would follow
+        # int64 [spans + 1]: place of each span in the corpus, and the length of the corpus
         self.firsts = np.cumsum(np.append(0, self.lengths))
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class Corpus:
 
     @property
     def predicted(self) -> int:
-        # each document's first token is not predicted
+        """Return the number of tokens that are predicted: all but the first of each document."""
         return len(self) - len(self.lengths)
 
     def select(self, chosen: np.ndarray) -> "Corpus":
@@ -67,9 +67,9 @@ class Corpus:
         )
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens [length + 1] from `start` on, and bool [length], true at documents' ends.
+        """Return tokens [length + 1] from `start` on, and bool [length], true at the ends of documents.
 
-        Where a span ends with the last of them, the tokens are [length].
+        If a span ends after `length` tokens, no further one is returned.
         """
         windows = []
         ends = []
@@ -77,7 +77,7 @@ class Corpus:
             store = self.stores[self.which[number]]
             begin = int(self.starts[number]) + place
             is_last = place + count == self.lengths[number]
-            # and the token that follows, if the span has one
+            # includes the token after them, if it is in the same span
             window = store[begin : begin + count + (not is_last)]
             ended = window[:count] == self.document_end
             ended[-1] |= is_last

@@ -1,16 +1,16 @@
-"""Rows of text for training: row n is a pure function of (seed, n).
+"""Datasets of text: row n is a pure function of (seed, n), so a resumed run needs no saved iterator.
 
-So a resumed run needs no saved iterator. Documents are tokenized, begun as a prompt is (with bos,
-where the tokenizer puts one), ended by eos, laid end to end, and cut into rows of seq_len. A row
-numbers its documents, so that attention stays inside each, and positions restart with them. An
-epoch visits every row once, in an order that is computed for one row at a time (`shuffled`) and
-never stored. Token files are read row by row: any size opens at once. With data.packing=whole no
-document that fits a row is cut. Left out: streaming from a network.
+Documents are tokenized. They begin as prompts do (with bos, if the tokenizer adds one) and end with
+eos. They are laid end to end and cut into rows of seq_len tokens. A row has document ids, so that
+attention stays within documents, and positions that restart in each. An epoch visits every row once,
+in an order that is computed row by row (`shuffled`) and not stored. Files of tokens are read row by
+row, so files of any size open quickly. With data.packing=whole, documents that fit into a row are not
+cut. Streaming from a network is not supported.
 
-Unusable data is an error; with data.on_error=skip it is left out and counted. Text and JSONL are
-read, and so checked, in full before the first step. Token files are checked row by row when a row
-is read. Before the first step a sample of them is checked, spread evenly over all files: at most
-CHECKED tokens to train on, and as many held out. To skip bad rows, all rows are read once.
+Unusable data is an error; with data.on_error=skip it is left out and counted. Text and JSONL are read
+and checked in full before the first step. Rows of token files are checked when they are read. Before
+the first step, a sample of rows from all files is checked: at most CHECKED tokens to train on, and as
+many held-out ones. To skip bad rows, all rows are read once.
 """
 
 import os
@@ -35,22 +35,22 @@ from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
+from minitrain.training.packing import ENDLESS, PADDING, first_fit_decreasing, pack_row
 
 Row = dict[str, Tensor]
-# how many tokens of token files are checked before training
+# number of tokens in token files that are checked before training
 CHECKED = 1 << 21
 
 
 def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple:
-    """Return the training dataset, and the held-out one.
+    """Return the training dataset, and the held-out one; the latter is None if data.validation is 0.
 
-    The latter is None if data.validation is 0; mock data always has one. A dataset has `row(n)` for
-    n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. They are `tokens` and `labels`
-    (the next token, or IGNORE); but for mock data also `positions` and `document_ids`, both counted
-    from 0 in each row. len(dataset): rows per epoch. Some also have `origin(n)`, where row n comes
-    from, for humans; `about`, a note on the data for the log; and `bytes_per_token`, the UTF-8
-    bytes of the text per predicted token, if it is known.
+    A dataset has `row(n)` for n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. They
+    are `tokens`, `labels` (the next token, or IGNORE), and, except for mock data, `positions` and
+    `document_ids`, both counted from 0 in each row. len(dataset) is the number of rows per epoch.
+    Optional: `origin(n)`, a text on where row n comes from; `about`, a note for the log; and
+    `bytes_per_token`, UTF-8 bytes of the text per predicted token. Mock data always has a held-out
+    dataset.
     """
     if data.kind == "mock":
         return Mock(seq_len, vocab_size, seed, split=0), Mock(seq_len, vocab_size, seed, split=1)
@@ -63,10 +63,7 @@ def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple:
 
 @dataclass
 class Mock:
-    """Uniformly random tokens, one endless document per row: for benchmarks.
-
-    `split` 0 and 1 differ.
-    """
+    """Uniformly random tokens for benchmarks, without document boundaries. split: 0 and 1 differ."""
 
     seq_len: int
     vocab_size: int
@@ -74,8 +71,7 @@ class Mock:
     split: int
 
     def __len__(self) -> int:
-        # so that no epoch ever ends
-        return 1 << 40
+        return ENDLESS
 
     def random(self, n: int) -> np.random.Generator:
         """Return the generator of row n."""
@@ -87,10 +83,10 @@ class Mock:
 
 
 class Packed:
-    """Rows of a corpus: its documents end to end, cut every seq_len tokens, without the rest.
+    """Rows of a corpus: its documents end to end, cut every seq_len tokens, without an incomplete row.
 
-    whole: rows of whole documents instead, by first-fit decreasing, and padded; only documents that
-    are longer than a row are cut, into rows and a rest. usable: the numbers of the rows.
+    whole: fill rows with whole documents instead, by first-fit decreasing, and pad them; only documents
+    that are longer than a row are cut. usable: the numbers of the rows that are not skipped.
     """
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: int, *notes: str, whole: bool = False):
@@ -104,7 +100,7 @@ class Packed:
         self.whole = whole
         self.usable: Sequence[int] = range(len(corpus) // seq_len)
         if whole:
-            # of each piece of at most seq_len tokens, the first in the corpus
+            # the place in the corpus of each piece of at most seq_len tokens
             pieces = (range(*document, seq_len) for document in pairwise(corpus.firsts.tolist()))
             self.starts = np.fromiter(chain.from_iterable(pieces), np.int64)
             self.lengths = np.diff(self.starts, append=len(corpus))
@@ -145,10 +141,10 @@ class Packed:
 
 
 def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a row, or a piece of one, from its tokens and the ends of its documents.
+    """Return a row, or a piece of one, of int64 [n] arrays.
 
-    window: integers [n + 1], or [n] if nothing follows; ends: bool [n], the last tokens of
-    documents. The result's are int64 [n].
+    window: its tokens, and the one after them if there is one, [n + 1] or [n]. ends: bool [n], true at
+    the last tokens of documents.
     """
     index = np.arange(len(ends))
     begins = np.concatenate(([True], ends[:-1]))
@@ -167,10 +163,11 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def find_documents(paths: list[str], field: str, kind: str) -> tuple[list[Path], str]:
-    """Return the files of paths, and a note on those that were left out.
+    """Return the files of paths, and a note on those that are left out.
 
-    kind: text, jsonl, or auto, which `read_documents` decides for each file. Then a folder with
-    objects stands for the files that hold them: beside data on the hub are a README and the like.
+    kind: text, jsonl, or auto, which decides for each file (see `read_documents`). With auto, only
+    files with objects are taken from a folder that has some, because datasets on the hub also hold a
+    README and the like.
     """
     if kind != "auto":
         return find_files(Data(kind, paths, field=field)), ""
@@ -188,7 +185,7 @@ def find_documents(paths: list[str], field: str, kind: str) -> tuple[list[Path],
 
 
 def read_documents(files: list[Path], field: str, kind: str = "auto") -> Iterator[str]:
-    """Yield the documents of files: each object's text at a key, or each file's."""
+    """Yield the documents of files: the text of each object under the key `field`, or each file."""
     skips = Skips()
     for file in files:
         if kind == "jsonl" or (kind == "auto" and holds_records(file, [field])):
@@ -199,14 +196,15 @@ def read_documents(files: list[Path], field: str, kind: str = "auto") -> Iterato
 
 def _document(field: str, record: dict) -> str:
     keys = ", ".join(list(record)[:5])
-    hint = f" (it has {keys}: data.field names the key that holds the text; chats need task=sft or lora)"
-    return text_of(record, field, hint)
+    hint = f"it has {keys}: data.field names the key that holds the text"
+    others = "chats need task=sft or lora, pairs task=dpo"
+    return text_of(record, field, f" ({hint}; {others})")
 
 
 class Sample(NamedTuple):
-    """A model's input and its targets. tokens: int64 [n]; labels: int64 [n], IGNORE or next token.
+    """A model's input tokens and labels (next token or IGNORE), int64 [n] each.
 
-    It ends where the last label is predicted: what comes after that token would teach nothing.
+    It ends with the last token that has a label, because later ones would not be trained on.
     """
 
     tokens: np.ndarray
@@ -214,7 +212,7 @@ class Sample(NamedTuple):
 
 
 def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
-    """Return pieces of at most `length` inputs, which predict all of a document but its first token."""
+    """Return pieces of at most `length` tokens whose labels are all tokens but the first of a document."""
     pieces = []
     for first, size in zip(corpus.firsts, corpus.lengths, strict=False):
         document, _ = corpus.read(first, size)
@@ -255,10 +253,10 @@ def _open_documents(
 def _tokenize_files(
     files: list[Path], data: Data, tokenizer: Tokenizer, skips: Skips
 ) -> tuple[Corpus, bool]:
-    """Return the corpus of all files, kept in data.cache if there is one.
+    """Return the corpus of all files (in data.cache, if set), and whether it is a single document.
 
-    Also True if it is one document alone, in two sides: the second is to be held out. A cache knows
-    nothing of what is held out: from there it comes whole, and its tokens are cut.
+    With validation, a single document is split into two, of which the second is held out. A cache does
+    not depend on the validation, so there the document's tokens are split, otherwise its text.
     """
     if data.kind == "text":
         documents = read_texts(files, skips, in_pieces=bool(data.cache))
@@ -279,8 +277,8 @@ def _tokenize_files(
 
 
 def cut_lone(corpus: Corpus, share: float, tokenizer: Tokenizer) -> Corpus:
-    """Return a corpus of one document in two spans, of which the second has a `share` of the tokens."""
-    # a side of one token would have none to predict
+    """Split a corpus of one document into two spans; the second has a `share` of the tokens."""
+    # each side needs two tokens to have one to predict
     cut = min(max(2, round(len(corpus) * (1 - share))), len(corpus) - 2)
     tail, _ = corpus.read(cut, len(corpus) - cut)
     size = len(tokenizer.decode(tail.tolist()).encode())
@@ -308,7 +306,7 @@ def check_filled(corpus: Corpus, data: Data, seq_len: int, what: str, skips: Ski
 def _open_token_files(
     data: Data, seq_len: int, vocab_size: int, seed: int
 ) -> tuple[Packed, Packed | None]:
-    """Open token files and hold out the end of each: whole rows, or less if that is the share."""
+    """Open token files and hold out the end of each: whole rows, or less than one if the share is."""
     end = -1
     if data.document_end is not None:
         end = data.document_end
@@ -316,7 +314,7 @@ def _open_token_files(
             raise InputError(
                 f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}"
             )
-    # which is saved with the model
+    # checked now, because it will be saved with the model
     if data.tokenizer != "bytes":
         fitting_tokenizer(data.tokenizer, vocab_size)
     skips = Skips(data.on_error == "skip")

@@ -1,9 +1,9 @@
-"""Files of tokens, raw, .npy, llm.c's or Megatron's, of any size: a row is read when it is needed.
+"""Read files of tokens of any size (raw, .npy, llm.c's or Megatron's), each row when it is needed.
 
-They are not memory-mapped, because reading a mapped file that has shrunk kills the process; here it
-is an error, as is any other change of a file since it was opened. The files read last stay open,
-since opening is slow on network file systems; one that is deleted or replaced meanwhile goes on
-giving its old bytes. text_rows.py cuts them into rows.
+They are not memory-mapped, because reading a mapped file that has shrunk kills the process. Here any
+change of a file since it was opened is an error. The files that were read last stay open, because
+opening is slow on network file systems; if one is deleted or replaced meanwhile, its old bytes are
+read. text_rows.py cuts the tokens into rows.
 """
 
 import os
@@ -19,43 +19,43 @@ from minitrain.data.files import check_unchanged, stamp_of
 from minitrain.errors import InputError, readable
 from minitrain.formats.magic import kind_of_binary, kind_of_tokens, read_head
 
-# files that stay open at once; a process may usually have 256 or 1024
+# number of files that stay open; a process may usually have 256 or 1024
 OPEN = 128
-# in bytes
+# bytes
 LLMC_HEADER = 1024
-# type by magic number, of GPT-2's and Llama 3's tokens
+# llm.c's magic number -> dtype: files of GPT-2's and Llama 3's tokens
 LLMC = {20240520: "<u2", 20240801: "<u4"}
-# magic, version, type, number of sequences and of documents + 1; types of integers by their codes
+# magic number, version, code of the dtype, number of sequences, number of documents + 1
 MEGATRON_HEADER = "<9sQBQQ"
+# code -> dtype
 MEGATRON = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 NPY = b"\x93NUMPY"
-# the width of raw tokens is guessed from at most and at least so many
+# the most and the fewest tokens from which `check_width` judges
 LOOKED_AT = 1 << 13
 FEWEST = 1 << 7
-# tokens that are looked through at once
+# tokens that are read at a time to find documents
 BLOCK = 1 << 20
 
 
 @dataclass
 class TokenFile:
-    """Tokens of a file, read as file[start:stop].
-
-    offset: of the file's first token, in bytes. lengths: int64 [documents], in tokens; one for all
-    where nothing tells documents. stamp: the file's, when it was opened.
-    """
+    """A file of tokens, which are read as file[start:stop]."""
 
     file: Path
     dtype: np.dtype
+    # where the first token begins, in bytes
     offset: int
+    # int64 [documents], in tokens; a single one if documents are not marked
     lengths: np.ndarray
     vocab_size: int
+    # size and time of the file when it was opened
     stamp: tuple[int, int]
 
     def __len__(self) -> int:
         return int(self.lengths.sum())
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Return tokens. Raises InputError for one outside the vocabulary, and a changed file."""
+        """Return tokens. Raises InputError for ids outside the vocabulary, and if the file changed."""
         window = self._load(part.start, part.stop - part.start)
         wrong = np.flatnonzero((window < 0) | (window >= self.vocab_size))
         if len(wrong):
@@ -66,7 +66,7 @@ class TokenFile:
         return window
 
     def find_documents(self, end: int) -> None:
-        """Set the lengths of documents, each of which the token `end` ends: reads all of the file."""
+        """Read the whole file, and set the lengths of documents, which end with the token `end`."""
         size = len(self)
         blocks = range(0, size, BLOCK)
         ends = [
@@ -89,13 +89,13 @@ class TokenFile:
 
 
 def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise InputError if raw tokens are halves of wider ones: read so, every other one is 0."""
+    """Raise InputError if raw tokens seem to be halves of wider ones, where every other half is 0 or 1."""
     even = tokens[: len(tokens) // 2 * 2]
     if len(even) < FEWEST:
         return
     size = 2 * tokens.dtype.itemsize
     pairs = np.unique(even.view(f"<u{size}"))
-    # 0 and 1 alone, in any order, make up no more than 4
+    # tokens 0 and 1 alone make at most 4 different pairs, which prove nothing
     if pairs[-1] < vocab_size and len(pairs) > 4:
         better = "data.token_dtype=uint32" if size == 4 else "uint32 or .npy"
         raise InputError(
@@ -105,17 +105,17 @@ def check_width(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
 
 @lru_cache(OPEN)
 def kept_open(file: Path, stamp: tuple[int, int]) -> FileIO:
-    """Return the open file, which is closed once nothing uses it.
+    """Return the open file, which is closed when the cache drops it.
 
-    stamp: part of the key, so that a dataset made later gets the file of then.
+    stamp: part of the cache's key, so that a dataset that is opened later gets the file as it is then.
     """
     return open(file, "rb", buffering=0)
 
 
 def open_tokens(file: Path, raw_dtype: str, vocab_size: int) -> TokenFile:
-    """Open a .npy file, one with llm.c's header or Megatron's .idx, or raw tokens of `raw_dtype`.
+    """Open a .npy file, a file with llm.c's header or with Megatron's .idx, or raw tokens.
 
-    Raw ones are little-endian.
+    raw_dtype: of raw tokens, which are little-endian.
     """
     index = file.with_suffix(".idx")
     lengths = None
@@ -136,14 +136,14 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int) -> TokenFile:
                 tokens = np.memmap(file, np.dtype(raw_dtype).newbyteorder("<"), mode="r")
     except InputError:
         raise
-    # NumPy's parser of a damaged header can raise nearly anything
+    # NumPy can raise almost any exception for a damaged header
     except Exception as error:
-        told = error
+        reason = error
         if file.suffix == ".npy" and head and not head.startswith(NPY):
             raw = "without a header (raw tokens, as Dolma's, are read from .bin)"
-            told = f"it is {kind_of_binary(file, head) or raw}"
+            reason = f"it is {kind_of_binary(file, head) or raw}"
         raise InputError(
-            f"{file} does not hold tokens as {file.suffix or raw_dtype}: {told}"
+            f"{file} does not hold tokens as {file.suffix or raw_dtype}: {reason}"
         ) from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InputError(
@@ -157,11 +157,11 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int) -> TokenFile:
 
 
 def read_megatron_index(index: Path, size: int) -> tuple[np.dtype, np.ndarray]:
-    """Return the dtype of a .bin file of `size` bytes, and its documents' lengths in tokens.
+    """Return the dtype of a .bin file of `size` bytes, and the lengths of its documents in tokens.
 
-    Behind the header are the sequences' lengths (int32) and first bytes (int64), and the numbers of
-    the sequences that documents begin with, then that of all sequences (int64);
-    Megatron-LM/megatron/core/datasets/indexed_dataset.py.
+    After the header come the lengths of sequences (int32), their offsets in bytes (int64), and for
+    each document the number of its first sequence (int64), with the number of all sequences at the
+    end. Source: Megatron-LM/megatron/core/datasets/indexed_dataset.py.
     """
     with readable(index):
         raw = index.read_bytes()
@@ -172,8 +172,9 @@ def read_megatron_index(index: Path, size: int) -> tuple[np.dtype, np.ndarray]:
     if magic != b"MMIDIDX\0\0" or version != 1 or code not in MEGATRON:
         raise InputError(f"{index} is not version 1 of Megatron's index of a file of integers")
     if len(raw) != begin + 12 * count + 8 * documents:
-        told = f"for {count:,} sequences, but {len(raw):,} bytes (is it whole?)"
-        raise InputError(f"{index} has a header {told}")
+        raise InputError(
+            f"{index} has a header for {count:,} sequences, but {len(raw):,} bytes (is it whole?)"
+        )
     dtype = np.dtype(MEGATRON[code])
     lengths = np.frombuffer(raw, "<i4", count, begin)
     places = np.frombuffer(raw, "<i8", count, begin + 4 * count)
@@ -181,18 +182,20 @@ def read_megatron_index(index: Path, size: int) -> tuple[np.dtype, np.ndarray]:
     borders = np.cumsum(np.append(0, lengths))
     total = int(borders[-1]) * dtype.itemsize
     if size != total or (lengths < 0).any() or (places != borders[:-1] * dtype.itemsize).any():
-        told = f"{size:,} bytes, its index {index.name} tells of {total:,}, one sequence after another"
-        raise InputError(f"{index.with_suffix('.bin')} has {told}")
+        raise InputError(
+            f"{index.with_suffix('.bin')} has {size:,} bytes, its index {index.name} tells of {total:,}, one sequence "
+            f"after another"
+        )
     if [*firsts[:1], *firsts[-1:]] != [0, count] or (np.diff(firsts) < 0).any():
         raise InputError(f"{index} does not divide its {count:,} sequences into documents")
     return dtype, np.diff(borders[firsts])
 
 
 def read_llmc_header(file: Path, head: bytes, size: int) -> np.dtype | None:
-    """Return the dtype of the tokens behind llm.c's header of 256 int32, None without such a header.
+    """Return the dtype of tokens after llm.c's header of 256 int32; None without such a header.
 
-    They are a magic number, a version and the number of tokens; llm.c/dev/data/data_common.py.
-    size: the file's.
+    The header begins with a magic number, a version and the number of tokens. Source:
+    llm.c/dev/data/data_common.py. size: the file's, in bytes.
     """
     magic, _, count = np.frombuffer(head[:12].ljust(12), "<i4").tolist()
     if magic not in LLMC:

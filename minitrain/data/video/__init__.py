@@ -1,4 +1,4 @@
-"""Videos as latents: latents.py is the dataset, encoders.py makes latents of videos and back.
+"""Train on latents of videos: latents.py is the dataset, encoders.py converts videos to latents.
 
-Noise and the flow are not here: training/flow.py adds them to each row.
+Not here: noise, which training/flow.py adds to each row.
 """

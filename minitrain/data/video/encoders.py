@@ -1,7 +1,7 @@
-"""Turn videos and captions into latents and embeddings, and latents into videos, as Wan does.
+"""Encode videos and captions as latents and embeddings, and decode latents to videos, for Wan.
 
-The networks are those of a published pipeline, by diffusers and transformers; PyAV reads and writes
-video files. Left out: image-to-video models' condition, and CLIP's features of an image.
+The networks are those of a published pipeline, run by diffusers and transformers. PyAV reads and
+writes video files. Not supported: conditions of image-to-video models, and CLIP features of images.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,13 @@ from minitrain.errors import InputError, refused
 
 # frames per second of Wan's videos
 RATE = 16
+# folders that a pipeline must have
 PIPELINE_PARTS = "vae", "text_encoder", "tokenizer"
 LACKING = "needs diffusers, transformers and av: pip install -e '.[video]'"
 
 
 class Encoders:
-    """The video autoencoder (fp32), text encoder (bf16) and tokenizer in a pipeline's folder."""
+    """The video autoencoder (fp32), text encoder (bf16) and tokenizer of a pipeline's folder."""
 
     def __init__(self, folder: str, device: torch.device):
         for part in PIPELINE_PARTS:
@@ -58,24 +59,24 @@ class Encoders:
 
     @torch.inference_mode()
     def encode(self, video: Tensor) -> Tensor:
-        """Return the latents of uint8 [frames, 3, height, width], fp32 [channels, frames, height, width]."""
+        """Return latents, fp32 [channels, frames, height, width], of uint8 [frames, 3, height, width]."""
         pixels = video.to(self.mean.device).transpose(0, 1)[None] / 127.5 - 1
         latents = self.vae.encode(pixels).latent_dist.mode()[0]
         return ((latents - self.mean) / self.std).cpu()
 
     @torch.inference_mode()
     def decode(self, latents: Tensor) -> Tensor:
-        """Return the video of latents, the inverse of `encode`."""
+        """Return the video of latents; the inverse of `encode`."""
         latents = latents.to(self.mean.device) * self.std + self.mean
         pixels = self.vae.decode(latents[None]).sample[0].transpose(0, 1)
         return ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().cpu()
 
 
 def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> Tensor:
-    """Read a video file, at `rate` frames per second, or a folder of frames, by number: 2 before 10.
+    """Read a video file at `rate` frames per second, or a folder of numbered frames (2 before 10).
 
-    Returns uint8 [frames, 3, *size], as many of the first `most` as Wan takes: 1, 5, 9, ...
-    Each is scaled to cover `size`, and cut at its center.
+    Returns uint8 [frames, 3, *size]: the first 1, 5, 9, ... frames, as Wan needs, but at most `most`.
+    Each frame is scaled to cover `size` and cropped around its center.
     """
     from PIL import Image, ImageOps
 
@@ -85,7 +86,7 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
         pictures = map(open_picture, files)
     else:
         pictures = islice(sampled(path, rate), most)
-    # PIL gives width first
+    # PIL puts the width first
     shape = size[1], size[0]
     frames = [ImageOps.fit(each, shape, Image.Resampling.BICUBIC) for each in pictures]
     if not frames:
@@ -95,19 +96,19 @@ def read_frames(path: Path, size: list[int], most: int, rate: float = RATE) -> T
 
 
 def open_picture(file: Path) -> Any:
-    """Return a picture in RGB of 8 bits, upright as its EXIF says."""
+    """Return a picture in RGB of 8 bits, rotated as its EXIF data says."""
     from PIL import Image, ImageOps
 
     with refused(f"{file} cannot be read as a picture"):
         picture = ImageOps.exif_transpose(Image.open(file))
-        # PIL would cut 16 bits off at 255
+        # PIL would clip 16-bit values at 255
         if picture.mode.startswith("I"):
             picture = Image.fromarray((np.asarray(picture) / 257).round().astype(np.uint8))
         return picture.convert("RGB")
 
 
 def sampled(path: Path, rate: float) -> Iterator[Any]:
-    """Yield what a video shows at 0, 1 / rate, 2 / rate, ... seconds after its first frame."""
+    """Yield the pictures of a video at 0, 1 / rate, 2 / rate, ... seconds after its first frame."""
     av = load_av(path)
     try:
         with av.open(str(path)) as file:
@@ -116,7 +117,7 @@ def sampled(path: Path, rate: float) -> Iterator[Any]:
             shown = None
             until = 0.0
             for begin, lasts, frame in timed(file, stream):
-                # a picture is on screen until the next one comes
+                # a picture is shown until the next one begins
                 while shown and begin > count / rate + 1e-3:
                     yield upright(shown, stream)
                     count += 1
@@ -130,9 +131,9 @@ def sampled(path: Path, rate: float) -> Iterator[Any]:
 
 
 def timed(file: Any, stream: Any) -> Iterator[tuple[float, float, Any]]:
-    """Yield when each frame of a stream comes after the first, and how long it lasts, in seconds.
+    """Yield (seconds after the first frame, duration in seconds, frame) of a stream.
 
-    Raw streams have no times: their rate tells.
+    Raw streams have no times; they follow from the frame rate.
     """
     first = None
     own = float(stream.guessed_rate or stream.average_rate or RATE)
@@ -143,7 +144,7 @@ def timed(file: Any, stream: Any) -> Iterator[tuple[float, float, Any]]:
 
 
 def upright(frame: Any, stream: Any) -> Any:
-    """Return a frame's picture as players show it: with square pixels, and turned."""
+    """Return a frame's picture as players show it: with square pixels, and rotated."""
     picture = frame.to_image()
     wide = float(stream.sample_aspect_ratio or 1)
     if wide != 1:

@@ -1,26 +1,26 @@
-"""Videos as latents with their text embeddings: a cache of safetensors files, or random ones.
+"""Datasets of latents of videos with their text embeddings: from safetensors files, or random.
 
-Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it happens once,
-before training (minitrain encode-video, or a script of one's own). Each file of the cache is one video:
+Encoding videos takes an autoencoder and a text encoder, both large and frozen, so it is done once
+before training, by `minitrain encode-video` or your own script. Each file holds one video:
 
     latents    [channels, frames, height, width]       normalized per channel: for Wan, less latents_mean and
                                                        divided by latents_std of its autoencoder's config
-    text       [tokens, text_dim]                      the real tokens only
-    negative   [tokens, text_dim]                      optional: the text where training hides it
+    text       [tokens, text_dim]                      without padding
+    negative   [tokens, text_dim]                      optional: replaces the text where it is dropped
     condition  [more channels, frames, height, width]  for image-to-video models
-    image      [tokens, image_dim]                     for those that see CLIP features
+    image      [tokens, image_dim]                     for models that use CLIP features
 
-Where training hides a text (diffusion.text_dropout) the model sees `negative`, or zeros. Published
-models are to see the embedding of an empty prompt, since that is what they are guided away from.
-Wan's condition has two parts. First comes a mask of 4 channels, 1 where a frame is given: one
-channel for each of the 4 frames that a latent frame stands for. The first latent frame stands for
-one frame, which all 4 channels tell of. Then come the latents, normalized alike, of the video with
-all frames gray that are not given.
+Where training drops a text (diffusion.text_dropout), the model gets `negative`, or zeros without it.
+For published models it should be the embedding of an empty prompt, which guidance uses with them.
+Wan's condition has two parts. First comes a mask of 4 channels, one for each of the 4 frames that a
+latent frame stands for; it is 1 where a frame is given. The first latent frame stands for a single
+frame, for which all 4 channels are set. Then come the latents, normalized alike, of the video with
+gray frames in place of those that are not given.
 
-Videos of one shape form a bucket, and a micro-batch comes from one bucket. Every file's header is
-checked before training. Its values are checked (are they finite?) when they are read; with
-data.on_error=skip all are read before training, to know which files to leave out.
-Left out: pickled files, which could run any code.
+Videos of one shape form a bucket, and a micro-batch comes from one bucket. The headers of all files
+are checked before training. Values must be finite, which is checked when a file is read; with
+data.on_error=skip, all files are read before training, to find those to leave out. Pickled files are
+not supported, because they could run any code.
 """
 
 import math
@@ -44,24 +44,27 @@ from minitrain.hashing import nth, shuffled
 from minitrain.models.wan_config import WanConfig
 from minitrain.settings import Config
 from minitrain.training.flow import Noised, generator
+from minitrain.training.packing import ENDLESS
 
+# name of a tensor -> number of its dimensions
 DIMENSIONS = {"latents": 4, "text": 2, "negative": 2, "condition": 4, "image": 2}
 TEXTS = "text", "negative"
-# tokens behind those of the image: a constant in diffusers' attention of WanTransformer3DModel
+# diffusers' WanTransformer3DModel assumes this number of text tokens in image-to-video models
 DIFFUSERS_TEXT = 512
-# of CLIP's features of one image
+# tokens of CLIP's features of an image
 IMAGE_TOKENS = 257
 
 Row = dict[str, Tensor]
-# by name; "tokens" where any number will do
+# name of a tensor -> shape, with "tokens" for any number
 Shapes = dict[str, tuple[int | str, ...]]
 
 
 def open_latents(config: Config) -> tuple[Noised, Noised]:
-    """Return the videos to train on, and those to validate on, under noise held fixed.
+    """Return the datasets to train on and to validate on; the latter has fixed noise.
 
-    The latter are data.validation of the files; if that is 0, or there are none, they are those to
-    train on, under other noise. Raises InputError for videos that the model does not take.
+    data.validation is the share of files to validate on. If it is 0, or there are no files, the
+    training videos are validated on, under other noise. Raises InputError for videos that do not fit
+    the model.
     """
     data = config.data
     model = config.model.config
@@ -120,7 +123,7 @@ def model_shapes(
 ) -> Shapes:
     """Return the shapes of a model's inputs for one video.
 
-    size: frames, height and width. "tokens": any number.
+    size: frames, height and width of latents. "tokens": any number.
     """
     shapes = {"latents": (model.out_channels, *size), "text": (text_tokens, model.text_dim)}
     if model.in_channels > model.out_channels:
@@ -131,7 +134,7 @@ def model_shapes(
 
 
 def check_shapes(found: Shapes, wanted: Shapes) -> None:
-    """Raise InputError for tensors that are not the model's inputs. `negative` may be like the text."""
+    """Raise InputError unless tensors have the shapes of a model's inputs; `negative` is optional."""
     if "negative" in found:
         wanted = wanted | {"negative": wanted["text"]}
     for name in wanted | found:
@@ -139,20 +142,19 @@ def check_shapes(found: Shapes, wanted: Shapes) -> None:
         taken = wanted.get(name, ())
         matching = [b in (a, "tokens") for a, b in zip(given, taken, strict=False)]
         if len(given) != len(taken) or not all(matching):
-            told = [f"[{', '.join(map(str, x))}]" if x else "none" for x in (given, taken)]
-            raise InputError(f"{name} is {told[0]}, the model takes {told[1]}")
+            own, model = (f"[{', '.join(map(str, x))}]" if x else "none" for x in (given, taken))
+            raise InputError(f"{name} is {own}, the model takes {model}")
 
 
 class MockLatents:
-    """Normal tensors of given shapes, as latents [channels, frames, height, width]: for benchmarks."""
+    """Normally distributed tensors of given shapes, for benchmarks."""
 
     def __init__(self, shapes: Shapes, seed: int):
         self.shapes = shapes
         self.seed = seed
 
     def __len__(self) -> int:
-        # no epoch ever ends
-        return 1 << 40
+        return ENDLESS
 
     def row(self, n: int) -> Row:
         random = generator(self.seed, n)
@@ -160,13 +162,12 @@ class MockLatents:
 
 
 class LatentCache:
-    """Videos in files, by bucket, as `find_buckets` returns them.
+    """A dataset of videos in files. buckets: see `find_buckets`.
 
-    Row n is a pure function of (seed, n). An epoch visits the buckets in groups of `group` videos,
-    in an order that differs from epoch to epoch; a bucket that `group` does not divide repeats a
-    few of its videos. So rows k * group ... k * group + group - 1, one micro-batch, have the same
-    shape.
-    text_tokens: texts, negative ones too, are padded with zeros to it, as Wan was trained.
+    Row n is a pure function of (seed, n). Rows k * group to (k + 1) * group - 1, a micro-batch, come
+    from one bucket and so have the same shape. An epoch visits all groups in an order of its own; if
+    `group` does not divide a bucket, some of its videos are repeated.
+    text_tokens: texts and negative texts are padded with zeros to this length, as in Wan's training.
     """
 
     def __init__(self, buckets: list[list[Path]], text_tokens: int, group: int, seed: int):
@@ -205,10 +206,9 @@ class LatentCache:
 
 
 def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
-    """Return the files of data.path, by the shapes of their tensors, texts apart.
+    """Return the files of data.path, grouped by the shapes of their tensors other than texts.
 
-    All headers are checked. Raises InputError for a file that is not a video, or not one that the
-    config's model takes.
+    Checks all headers. Raises InputError for a file that is not a video, or does not fit the model.
     """
     buckets: dict[tuple, list[Path]] = {}
     for path in find_files(config.data):
@@ -224,15 +224,15 @@ def find_buckets(config: Config, skips: Skips) -> list[list[Path]]:
 def split_buckets(
     buckets: list[list[Path]], share: float, seed: int
 ) -> Iterator[list[list[Path]]]:
-    """Yield the buckets without, and with nothing but, a random `share` of all their files."""
+    """Yield the buckets without a random `share` of all files, then the buckets of only this share."""
     for side in map(set, split_off(list(chain(*buckets)), share, seed)):
         yield [[file for file in files if file in side] for files in buckets]
 
 
 def read_usable(path: Path, config: Config, with_values: bool) -> Shapes:
-    """Return `read_shapes` of a file that the config's model takes.
+    """Return the shapes of a file. Raises InputError if it does not fit the config's model.
 
-    with_values: its values must be finite, too.
+    with_values: also check that all values are finite.
     """
     shapes = read_shapes(path)
     with located(path):
@@ -278,9 +278,9 @@ def check_dtype(path: Path, name: str, dtype: str) -> None:
 
 
 def read_video(path: Path, names: Iterable[str] = tuple(DIMENSIONS)) -> Row:
-    """Return those of the named tensors that a file holds, in fp32.
+    """Return the named tensors of a file, as far as it has them, in fp32.
 
-    Raises InputError for values that are not finite, or no floats.
+    Raises InputError for values that are not floats, or not finite.
     """
     video = {}
     with open_tensors(path) as file:
@@ -299,7 +299,7 @@ def save_video(
     metadata: dict[str, str] | None = None,
     **more: Tensor,
 ) -> None:
-    """Write one file of a cache. more: `negative`; for image-to-video `condition` and `image`."""
+    """Write the file of one video. more: `negative`; for image-to-video, `condition` and `image`."""
     tensors = {"latents": latents, "text": text, **more}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_tensors(tensors, path, metadata)

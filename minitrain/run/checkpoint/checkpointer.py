@@ -85,6 +85,8 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo") if group is None else group
         self.thread = ThreadPoolExecutor(1) if asynchronous else None
         self.pending: Future | None = None
+        # a step whose checkpoint is kept in addition to the newest ones
+        self.pinned: int | None = None
         # model -> digest of its frozen weights
         self.bases: dict[Module, str] = {}
         name, node = lead(self.group, clean_up, self.folder)
@@ -116,6 +118,12 @@ class Checkpointer:
             self.pending = self.thread.submit(self._write, step, tensors, description)
         else:
             self._write(step, tensors, description)
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of this step in addition to the newest ones, and no longer an earlier one."""
+        self.wait()
+        self.pinned = step
+        lead(self.group, self._remove_old, step)
 
     def wait(self) -> None:
         """Return when no save is pending. Raises OSError if the pending one failed."""
@@ -218,8 +226,13 @@ class Checkpointer:
         sync_folder(self.folder)
         with tolerated(replaced):
             delete(replaced)
+        self._remove_old(step)
+
+    def _remove_old(self, step: int) -> None:
+        """Remove the checkpoints up to `step` that are no longer kept."""
         for old in [n for n in complete_steps(self.folder) if n <= step][: -self.keep]:
-            remove(self._path(old))
+            if old != self.pinned:
+                remove(self._path(old))
 
     def _base(self, model: Module) -> str:
         """Return the digest of the frozen weights."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minitrain.data.files import apart, find_files, held_out_apart
+from minitrain.data.files import data_by_source, find_files, train_and_held_out
 from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
 from minitrain.errors import InputError, readable
 from minitrain.formats.peft import adapter_files
@@ -40,7 +40,7 @@ def agreed_fingerprint(config: Config) -> dict[str, dict[str, str]]:
     All ranks call it. Raises InputError if they do not see the same files of data and of the model to
     start from, of which each node may have its own copy.
     """
-    sources = config.data, held_out_apart(config)[1].data
+    sources = config.data, train_and_held_out(config)[1].data
     data = {
         part: {str(file): file_digest(file) for file in data_files(source)}
         for part, source in zip(PARTS, sources, strict=True)
@@ -54,7 +54,7 @@ def agreed_fingerprint(config: Config) -> dict[str, dict[str, str]]:
 def data_files(data: Data) -> list[Path]:
     """Return the files of the data, including indices and tokenizers; none for generated data."""
     if data.sources:
-        return [file for source in apart(data).values() for file in data_files(source)]
+        return [file for source in data_by_source(data).values() for file in data_files(source)]
     if not data.path or data.kind in ("mock", "shapes"):
         return []
     files = find_files(data)

@@ -1,8 +1,9 @@
-"""Read, check and explain settings. What they are stands in minitrain/settings.py, nothing else.
+"""Read, check and explain settings. The settings themselves are defined in minitrain/settings.py.
 
-Read load.py first, from a file and words to a checked Config; config_yaml.py converts by types,
-checks.py and layout_checks.py say what contradicts what, unread.py what is given in vain.
-aliases.py knows other trainers' names for a mistake's answer, describe.py makes --help.
-environment.py is what a launcher says and hears. Not here: checks of data or weights, which whoever
-reads the files makes.
+Read load.py first: it turns a file and `key=value` words into a checked Config. config_yaml.py
+converts values to the types of the fields. checks.py and layout_checks.py find contradictions,
+unread.py finds settings that have no effect. ranks.py counts ranks and micro-batches. aliases.py maps
+other trainers' names to ours, for error messages. describe.py prints --help. environment.py reads the
+launcher's environment variables. Data and weights are not checked here, but by the code that reads
+the files.
 """

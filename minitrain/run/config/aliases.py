@@ -1,18 +1,21 @@
-"""Name our setting for what other trainers call it.
+"""Map other trainers' names of settings to ours, for error messages.
 
-They are TRL, torchtune, Axolotl, LLaMA-Factory, Megatron, verl and nanoGPT.
+The trainers are TRL, torchtune, Axolotl, LLaMA-Factory, Megatron, verl and nanoGPT.
 """
 
 import difflib
 from collections.abc import Iterable
 
+# each line: our setting = their names
 TABLE = """
 model = model_name_or_path pretrained_model_name_or_path base_model model_name model_path pretrained_model load
 steps = max_steps train_steps num_steps training_steps max_iters total_steps total_training_steps iterations
 epochs = num_epochs num_train_epochs epoch max_epochs total_epochs n_epochs
 seed = seed random_seed rng_seed data_seed manual_seed
-out_dir = output_dir out output save_dir output_path default_local_dir project_dir ckpt_dir checkpoint_dir log_dir
-device = use_cpu no_cuda accelerator
+out_dir = run_name experiment_name \
+output_dir out output save_dir output_path default_local_dir project_dir ckpt_dir checkpoint_dir log_dir
+device=cpu = use_cpu no_cuda
+device = accelerator
 precision=bf16 = bf16 bfloat16 use_bf16
 precision = dtype torch_dtype mixed_precision fp16 amp param_dtype model_dtype
 compile = torch_compile use_compile
@@ -34,7 +37,7 @@ gradient_accumulation accumulate_grad_batches grad_accum grad_accum_steps gas ac
 batch.seq_len = seq_len seq_length max_seq_len max_seq_length max_length sequence_length sequence_len context_length \
 block_size cutoff_len model_max_length ctx_len
 optim.lr = lr learning_rate max_lr peak_lr base_lr
-optim.name = optimizer optimizer_name optim_type
+optim.name = optim optimizer optimizer_name optim_type
 optim.weight_decay = wd weight_decay
 optim.betas = betas beta1 beta2 adam_beta1 adam_beta2 adam_betas
 optim.eps = eps epsilon adam_epsilon adam_eps
@@ -58,8 +61,10 @@ lora.targets = target_modules lora_target_modules lora_target lora_targets
 task=lora, whose weights are not in 4 or 8 bits = qlora load_in_4bit load_in_8bit quantization_bit quantization bnb
 lora: {} = use_lora use_peft peft adapter
 validation.every = eval_every eval_steps eval_interval eval_freq val_every val_interval val_check_interval
+validation.every, in steps = eval_strategy evaluation_strategy
 validation.batches = eval_iters eval_batches val_batches limit_val_batches
 checkpoint.every = save_every save_steps save_interval save_freq checkpoint_every checkpoint_interval ckpt_interval
+checkpoint.every, in steps = save_strategy
 checkpoint.keep = save_total_limit keep_last save_top_k
 checkpoint.resume = resume resume_from resume_from_checkpoint
 out_dir/metrics.jsonl, which has every step = logging_steps log_every log_interval log_freq log_every_n_steps
@@ -72,7 +77,7 @@ grpo.clip_low and grpo.clip_high = clip_ratio cliprange clip_range
 grpo.reward = reward_funcs reward_fn reward_function
 rollout.max_tokens = max_new_tokens max_completion_length max_response_length response_length
 """
-# of a model's config, as config.json and other libraries have it
+# the same for the keys of a model's config
 MODEL_TABLE = """
 num_layers = num_hidden_layers n_layer n_layers
 hidden_size = n_embd d_model n_embed hidden_dim
@@ -86,7 +91,7 @@ num_experts = num_local_experts n_routed_experts
 
 
 def by_alias(table: str) -> dict[str, str]:
-    """Return our setting for each of the other names in a table."""
+    """Return a dict from each of the other names in a table to our setting."""
     found = {}
     for line in table.strip().splitlines():
         ours, aliases = line.rsplit(" = ", 1)
@@ -99,9 +104,9 @@ OF_MODEL = by_alias(MODEL_TABLE)
 
 
 def advice(key: str, known: Iterable[str], where: str) -> str:
-    """Return in brackets what to write for an unknown key below `where`.
+    """Return a hint in brackets: what to write in place of an unknown key of the section `where`.
 
-    If nothing is like it, say where all settings are.
+    If nothing resembles the key, the hint says how to list all settings.
     """
     word = key.lower().replace("-", "_")
     aliases = OF_MODEL if where == "model" else ALIASES
@@ -110,8 +115,8 @@ def advice(key: str, known: Iterable[str], where: str) -> str:
     return nearest(word, known) or "(minitrain train --help lists all settings)"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return in brackets the likeliest of `known`, whatever its case; nothing if none is alike."""
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return in brackets the one of `known` most similar to `word`, ignoring case; "" if none is."""
     names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), names, n=1)
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
     return f"(nearest: {names[near[0]]})" if near else ""

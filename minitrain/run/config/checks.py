@@ -1,7 +1,8 @@
-"""Check settings against each other; layout_checks.py has what concerns layouts.
+"""Check settings against each other. Checks of parallel layouts are in layout_checks.py.
 
-All are made before anything is built or any process group starts. A field's own limits are its
-metadata (settings.py), all else is (wrong, line) pairs, in the order in which they are looked at.
+All run before anything is built or a process group starts. The limits of single fields are metadata
+in settings.py. All other checks are generators of (is it wrong?, message) pairs: the first pair that
+is wrong becomes the error.
 """
 
 import dataclasses
@@ -10,10 +11,11 @@ import math
 import os
 from typing import Any
 
-from minitrain.data.files import apart
+from minitrain.data.files import data_by_source
 from minitrain.errors import Faults, refuse
 from minitrain.formats.config_hf import check_family
 from minitrain.formats.peft import adapter_shapes
+from minitrain.models.fp8_forms import FORMS
 from minitrain.rollout.sampling import MIN_TEMPERATURE
 from minitrain.run.config.layout_checks import (
     context_faults,
@@ -24,19 +26,20 @@ from minitrain.run.config.layout_checks import (
     unused_pipeline_faults,
 )
 from minitrain.settings import Config
+from minitrain.training.mtp_loss import trains_further
 from minitrain.training.sigmas import check_diffusion
 
 VIDEOS = ("latents", "shapes")
 # kinds of data that can be mixed
 SOURCES = ("text", "jsonl", "tokens")
-# tasks that train on them
+# tasks that train on chats
 CHATS = ("sft", "lora", "dpo")
 
 
 def validate(c: Config) -> None:
     """Raise InputError for settings that contradict each other.
 
-    What depends on the number of ranks is in `check_layout`.
+    Checks that depend on the number of ranks are in `check_layout`.
     """
     p = c.parallel
     videos = c.task == "diffusion"
@@ -66,7 +69,7 @@ def validate(c: Config) -> None:
 
 
 def _range_faults(section: Any, prefix: str = "") -> Faults:
-    """Yield the numbers outside the limits that their fields state."""
+    """Check numbers against the limits of their fields."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         name = prefix + field.name.rstrip("_")
@@ -80,10 +83,10 @@ def _range_faults(section: Any, prefix: str = "") -> Faults:
 
 
 def _value_faults(c: Config) -> Faults:
-    """Yield values that no least or most of a field can say, and those that need another setting."""
+    """Check values that a least and a most cannot describe, and those that need another setting."""
     b = c.batch
     o = c.optim
-    # weights that get no gradient would become 0 / 0
+    # with a smaller eps, weights without a gradient would be updated by 0 / 0
     yield o.name != "sgd" and o.eps < 1e-30, f"optim.eps={o.eps} must be at least 1e-30"
     shards = c.parallel.dp_shard
     yield (
@@ -161,7 +164,7 @@ def _data_faults(c: Config) -> Faults:
 
 def _source_faults(c: Config) -> Faults:
     d = c.data
-    for name, source in apart(d).items():
+    for name, source in data_by_source(d).items():
         where = f"data.sources {name!r}: data.kind={source.kind}"
         yield source.kind not in SOURCES, f"{where} must be {' or '.join(SOURCES)}"
         yield not source.path, f"{where} needs data.path"
@@ -184,6 +187,10 @@ def _source_faults(c: Config) -> Faults:
 
 def _run_faults(c: Config) -> Faults:
     yield not c.out_dir, "out_dir is empty (give the folder that is to hold the run)"
+    yield (
+        c.checkpoint.best and not c.validation.every,
+        "checkpoint.best=true needs validation.every, the steps after which it is known",
+    )
     for name, path in (("model.path", c.model.path), ("lora.path", c.lora and c.lora.path)):
         yield (
             path and os.path.realpath(path) == os.path.realpath(c.out_dir),
@@ -233,10 +240,22 @@ def _precision_faults(c: Config) -> Faults:
     model = c.model.config
     width = model.dim if c.task == "diffusion" else model.hidden_size
     fp8 = c.precision == "fp8"
+    form = c.fp8.form
+    multiple = FORMS[form].multiple
+    needs = "precision=fp8" if form == "tensor" else f"fp8.form={form}"
     yield (
-        fp8 and width % (16 * c.parallel.tp),
-        f"precision=fp8 needs a model width that is a multiple of 16 x parallel.tp={c.parallel.tp}, not {width} "
+        fp8 and width % (multiple * c.parallel.tp),
+        f"{needs} needs a model width that is a multiple of {multiple} x parallel.tp={c.parallel.tp}, not {width} "
         f"(use bf16)",
+    )
+    yield (
+        fp8 and c.fp8.fast_accumulation != "none" and form in ("block", "mx"),
+        f"fp8.fast_accumulation={c.fp8.fast_accumulation} is for fp8.form=tensor or row, not {form} (use none)",
+    )
+    yield (
+        fp8 and c.fp8.keep_transposed and not FORMS[form].turns,
+        f"fp8.keep_transposed=true needs weights that are rounded once, and fp8.form={form} rounds them for each "
+        f"product (use false)",
     )
     yield (
         c.fp8.experts and not (fp8 and getattr(model, "num_experts", 0)),
@@ -258,12 +277,12 @@ def _lora_faults(c: Config) -> Faults:
     )
     yield not 0 <= dropout < 1, f"lora.dropout={dropout} must be at least 0 and below 1"
     speed = getattr(c.model.config, "bias_update_speed", 0)
-    # which grpo never moves
+    # grpo never changes this bias
     yield (
         speed and c.task != "grpo",
         f"model.bias_update_speed={speed}: lora freezes the model, no adapter has the bias (use 0)",
     )
-    # says which targets the model does not have, or PEFT no form for
+    # raises for targets that the model does not have or PEFT cannot express
     adapter_shapes(c.model.config, c.lora)
 
 
@@ -295,6 +314,11 @@ def _language_faults(c: Config) -> Faults:
     check_family(model)
     kind = c.data.kind
     yield (
+        c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
+        f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "
+        f"(use aggregation=token, or mtp_weight=0)",
+    )
+    yield (
         c.batch.seq_len > model.max_position_embeddings,
         f"batch.seq_len={c.batch.seq_len} exceeds the model's "
         f"max_position_embeddings={model.max_position_embeddings}",
@@ -304,7 +328,8 @@ def _language_faults(c: Config) -> Faults:
         c.task in CHATS and kind not in ("jsonl", "mock"),
         f"data.kind={kind} holds no chats, as task={c.task} needs (use jsonl or mock)",
     )
-    # a weight divided by itself is 1, whatever a new router says; one that is read may have learned
+    # a weight divided by itself is 1, whatever a new router computes. A router from a checkpoint may
+    # have been trained otherwise
     alike = model.norm_topk_prob and 1 == model.num_experts_per_tok < model.num_experts
     yield (
         alike and not (model.fake_balanced_gate or c.model.path or c.lora),

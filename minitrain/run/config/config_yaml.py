@@ -1,7 +1,7 @@
 """Read YAML and `key=value` words into nested dicts, and those into dataclasses by their types.
 
-A key that no field has is refused with the nearest that one has, a value of another type with what
-is asked for.
+The error for an unknown key names the nearest known one. The error for a value of the wrong type
+names the type that is expected.
 """
 
 import dataclasses
@@ -18,21 +18,24 @@ from typing import Any, Literal
 
 import yaml
 
+from minitrain.data.wrong_text import encoding_of, in_utf8, look_alike
 from minitrain.errors import InputError, refused
 from minitrain.models.zoo import is_known
+from minitrain.run.config.aliases import ALIASES, advice, nearest
+from minitrain.run.config.recipes import own_configs
 
 TAG = "tag:yaml.org,2002:"
-# of YAML 1.2: 1e-4 is a number, 1:30 and 2024-12-24 are text, 010 is 10
+# numbers of YAML 1.2: 1e-4 is a number, 1:30 and 2024-12-24 are text, 010 is 10
 NUMBERS = {f"{TAG}int": r"[-+]?\d+$", f"{TAG}float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}
-# of 1.1, as PyYAML has them by default
+# the types whose YAML 1.1 patterns, PyYAML's default, are removed
 REPLACED = (*NUMBERS, f"{TAG}timestamp")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the numbers of YAML 1.2, which refuses a key that is given twice."""
+    """SafeLoader with the numbers of YAML 1.2. It refuses a key that is given twice."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        # here, since later on what is merged into a mapping stands beside its own keys
+        # checked here, because later `<<` has merged other mappings' keys into this one
         node = super().compose_mapping_node(anchor)
         words = [key.value for key, _ in node.value]
         for number, (key, _) in enumerate(node.value):
@@ -44,7 +47,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that puts text into quotes where `_Loader` would read a number."""
+    """SafeDumper that quotes text which `_Loader` would read as a number."""
 
 
 _Loader.add_constructor(f"{TAG}int", lambda loader, node: int(node.value))
@@ -67,6 +70,8 @@ def read_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
+        if found := look_alike(text):
+            raise InputError(f"{where}:{found}") from error
         mark = error.problem_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}"
         raise InputError(f"{place}: {error.problem}") from error
@@ -75,11 +80,24 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def read_tree(path: str | Path) -> dict:
-    """Return a config file as nested dicts. Raises InputError where there is none."""
+    """Return a config file as nested dicts. Raises InputError if it cannot be read."""
+    if os.path.isdir(path):
+        raise InputError(
+            f"config file {path} is a folder (a run's out_dir has {path}/config.yaml)"
+        )
     if not os.path.exists(path):
-        raise InputError(f"config file {path} does not exist")
+        near = nearest(str(path).removesuffix(".yaml"), own_configs(), 0.7)
+        raise InputError(f"config file {path} does not exist {near}".rstrip())
     with refused(f"config file {path} cannot be read"):
-        text = Path(path).read_text(encoding="utf-8-sig")
+        raw = Path(path).read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"config file {path} is not UTF-8 at byte {error.start}{in_utf8(raw)}"
+        ) from error
+    if b"\0" in raw and encoding_of(raw):
+        raise InputError(f"config file {path} is not UTF-8{in_utf8(raw)}")
     tree = read_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise InputError(
@@ -88,21 +106,21 @@ def read_tree(path: str | Path) -> dict:
     return tree
 
 
-# settings that are gone, with the value that the config.yaml of an earlier version's run has
+# removed settings, with the value that config.yaml files of earlier versions hold
 REMOVED = {"parallel.async_tp": False}
-# of `parallel`, which need not be named
+# keys of `parallel` that a word may give without the prefix `parallel.`
 SHORT = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp")
 UNIONS = (types.UnionType, typing.Union)
-# of a list of text
+# an item of a list of text: quoted or plain, up to the next comma
 ITEM = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^,]*?))\s*(?:,|$)""")
 
 
 class Word(str):
-    """The value of a `key=value` word: text, or YAML, as the type of its setting has it."""
+    """The value of a `key=value` word, to be read as plain text or as YAML, by its setting's type."""
 
 
 def as_words(tree: dict, before: str = "") -> list[str]:
-    """Return the `a.b=value` words that set what a nested dict holds."""
+    """Return the `a.b=value` words that set the values of a nested dict."""
     words = []
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -126,22 +144,23 @@ def apply_override(tree: dict, word: str) -> None:
     for parent in parents:
         if isinstance(tree.get(parent), str):
             tree[parent] = as_mapping(tree[parent], parent)
-        # `lora: null` too
+        # missing or null
         elif tree.get(parent) is None:
             tree[parent] = {}
         if not isinstance(tree[parent], dict):
             raise InputError(f"argument {word!r}: {parent!r} is a value, it has no keys under it")
-        # an alias may be in other places, too
+        # copied, because a YAML alias can put the same dict in several places
         tree[parent] = tree = dict(tree[parent])
-    # below a section's keys, and in `reference`, no setting has a type
+    # the values inside a section's dicts and in `reference` have no declared types
     typed = len(path) < 3 and parents != ["reference"]
     tree[last] = Word(value) if typed else read_yaml(value, f"argument {word!r}")
 
 
 def _read_word(value: str, kind: Any, where: str) -> Any:
-    """Return the value of a word: text and lists of text as they stand, where YAML would read # and *.
+    """Return the value of a word.
 
-    A list may do without its brackets, which some shells take for patterns.
+    Text and lists of text are taken literally, because # and * have a meaning in YAML. A list may be
+    written without brackets, which some shells take for patterns.
     """
     kinds = typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,)
     lists = [each for each in kinds if typing.get_origin(each) in (list, tuple)]
@@ -156,9 +175,9 @@ def _read_word(value: str, kind: Any, where: str) -> Any:
 
 
 def as_mapping(word: str, key: str) -> dict:
-    """Return the mapping that text stands for: YAML's, or of the model that it names.
+    """Return the mapping that text stands for: YAML's if it begins with {, else a model's name or folder.
 
-    A folder with a name of the zoo is ./NAME.
+    A name of the zoo wins over a folder of the same name, which is written ./NAME.
     """
     if word.startswith("{"):
         return read_yaml(word, f"argument '{key}={word}'")
@@ -168,7 +187,10 @@ def as_mapping(word: str, key: str) -> dict:
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """Return `value` as a `kind`. Raises InputError, which names the key `where`, if it is none."""
+    """Return `value` converted to the type `kind`. Raises InputError if that is not possible.
+
+    where: the key, for the message.
+    """
     if isinstance(value, Word):
         value = _read_word(value, kind, f"argument {_shortened(f'{where}={value}')!r}")
     if dataclasses.is_dataclass(kind):
@@ -177,13 +199,10 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     arguments = typing.get_args(kind)
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
-            # what others call it is looked up for a mistake alone
-            from minitrain.run.config.aliases import nearest
-
             known = list(map(str, arguments))
-            told = f"{where}={_shortened(repr(value))} is not one of {', '.join(known)}"
-            raise InputError(f"{told} {nearest(str(value), known)}".rstrip())
-        # 1 for 1.0
+            problem = f"{where}={_shortened(repr(value))} is not one of {', '.join(known)}"
+            raise InputError(f"{problem} {nearest(str(value), known)}".rstrip())
+        # returns 1 for 1.0
         return arguments[arguments.index(value)]
     if origin in UNIONS:
         return _convert_union(arguments, value, where)
@@ -200,7 +219,10 @@ def convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
-    """Return the value as the first of `kinds` that it can be, or raise what the first one says."""
+    """Return the value converted to the first of `kinds` that accepts it.
+
+    If none does, raises the error of the first.
+    """
     if value is None and types.NoneType in kinds:
         return None
     for kind in kinds:
@@ -211,16 +233,16 @@ def _convert_union(kinds: tuple, value: Any, where: str) -> Any:
 
 def _convert_scalar(kind: type, value: Any, where: str) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    # 1e3 is a whole number, inf and nan are not
+    # 1e3 is accepted; inf and nan fail the comparison
     if kind is int and number and value == value // 1:
         return int(value)
-    # not nan
+    # nan fails the comparison
     if kind is float and number and abs(value) <= sys.float_info.max:
         return float(value)
     if kind is str and isinstance(value, str):
         if "\0" in value:
             raise InputError(f"{where} must not hold a zero byte")
-        # as a shell does, which leaves ~ alone inside a word
+        # done here, because a shell does not expand the ~ in key=~/a
         return os.path.expanduser(value)
     if kind in (bool, dict) and isinstance(value, kind):
         return value
@@ -252,9 +274,10 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
 
 
 def _check_section(key: Any, hints: dict[str, Any]) -> None:
-    """Raise InputError for a key that stands in a section, as optim.lr for lr, if it is no alias."""
-    from minitrain.run.config.aliases import ALIASES
+    """Raise InputError for a key that belongs into a section, such as lr for optim.lr.
 
+    Aliases of other trainers get a better message later.
+    """
     homes = [
         name for name, section in hints.items() if key in getattr(section, "__annotations__", ())
     ]
@@ -265,10 +288,8 @@ def _check_section(key: Any, hints: dict[str, Any]) -> None:
 
 
 def check_known(key: Any, known: Iterable[str], where: str) -> None:
-    """Raise InputError, with the likeliest of `known`, for a key below `where` that is none of them."""
+    """Raise InputError, which names the nearest of `known`, if `key` below `where` is not one of them."""
     if key not in known:
-        from minitrain.run.config.aliases import advice
-
         word = _shortened(str(key))
         raise InputError(
             f"unknown key {where + '.' if where else ''}{word} {advice(word, known, where)}"
@@ -276,7 +297,7 @@ def check_known(key: Any, known: Iterable[str], where: str) -> None:
 
 
 def type_and_value(value: Any) -> str:
-    """Return type and value for a message."""
+    """Return the type and the value as text for a message."""
     return f"{type(value).__name__} {_shortened(repr(value))}"
 
 

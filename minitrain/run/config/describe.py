@@ -1,6 +1,6 @@
-"""Describe the settings: each key below its comment, with choices and default.
+"""Describe the settings for `--help`, `--help SECTION` and `--print-config`.
 
-So `--help`, `--help SECTION` and `--print-config` say what settings.py and the models' shapes say.
+Each key is printed below its comment in settings.py or the model's config, with choices and default.
 """
 
 import dataclasses
@@ -8,12 +8,17 @@ import inspect
 import json
 import re
 import textwrap
+import types
+import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+from minitrain.errors import InputError
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.wan_config import WanConfig
-from minitrain.run.config.config_yaml import check_known
+from minitrain.run.config.aliases import ALIASES, nearest
+from minitrain.run.config.config_yaml import UNIONS
+from minitrain.run.config.flags import setting_kinds
 from minitrain.settings import Config, Lora, Model
 
 DEFAULTS = Config(model=Model(config=DecoderConfig()), lora=Lora())
@@ -21,15 +26,21 @@ SECTIONS = [name for name, value in vars(DEFAULTS).items() if dataclasses.is_dat
 
 
 def list_settings() -> str:
-    """Return the settings that stand in no section, and the sections' names, at their defaults."""
+    """Return the settings outside of sections, with their defaults, and the names of the sections."""
     return "\n".join(
         ["settings, and sections (--help SECTION):", *annotate(DEFAULTS, "  ", deep=False)]
     )
 
 
 def describe_section(name: str) -> str:
-    """Return a section's keys at their defaults. Raises InputError for a name that is none."""
-    check_known(name, SECTIONS, "--help")
+    """Return a section's keys with their defaults. Raises InputError for an unknown section."""
+    if name not in SECTIONS:
+        known = ", ".join(SECTIONS)
+        ours = ALIASES.get(name.lower(), name)
+        homes = [key for key in setting_kinds() if key == ours or key.endswith(f".{ours}")]
+        places = [f"--help {home.rpartition('.')[0]}".rstrip() + f" has {home}" for home in homes]
+        hint = f"({', '.join(places)})" if homes else nearest(name, SECTIONS)
+        raise InputError(f"there is no section {name} {hint or f'(but {known})'}")
     section = getattr(DEFAULTS, name)
     lines = [inspect.getdoc(type(section)), "", f"{name}:", *annotate(section, "  ")]
     if name == "model":
@@ -38,12 +49,12 @@ def describe_section(name: str) -> str:
 
 
 def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]:
-    """Yield a section as YAML that reads as the same. deep: with the lines of the sections in it."""
+    """Yield the lines of a section as YAML with comments. deep: include the sections in it."""
     notes = comments(type(section))
     defaults = type(section)()
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
-        # a model's, whose fields stand beside its name
+        # the model's shape: its fields are written beside the model's name
         if field.type is Any:
             yield from annotate(value, indent)
             continue
@@ -54,8 +65,7 @@ def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]
             line = f"{indent}{key}:"
         else:
             default = json.dumps(getattr(defaults, field.name))
-            kind = inspect.formatannotation(field.type)
-            about = f"{notes[field.name]} ({kind}, default: {default})"
+            about = f"{notes[field.name]} ({in_words(field.type)}; default: {default})"
             line = f"{indent}{key}: {json.dumps(value)}"
         if not deep:
             about = about.partition("\n")[0]
@@ -66,10 +76,30 @@ def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]
             yield from annotate(value, indent + "  ")
 
 
-def comments(kind: type) -> dict[str, str]:
-    """Return the comments of a dataclass by field: those above it and behind it.
+def in_words(kind: Any) -> str:
+    """Return in words which values a type allows."""
+    names = {
+        int: "whole number",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        types.NoneType: "null",
+    }
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
+    if origin is Literal:
+        return ", ".join(map(str, inner))
+    if origin in UNIONS:
+        return " or ".join(map(in_words, inner))
+    return (
+        f"list of {in_words(inner[0])}" if origin in (list, tuple) else names.get(kind, "mapping")
+    )
 
-    One with an empty line after it is the heading of a group.
+
+def comments(kind: type) -> dict[str, str]:
+    """Return the comment of each field of a dataclass: the lines above it and the end of its line.
+
+    A comment followed by an empty line is the heading of a group and belongs to no field.
     """
     found = {}
     notes = []

@@ -1,7 +1,11 @@
-"""Read what a launcher says of this process in environment variables, and answer it."""
+"""Read the launcher's environment variables, and report errors to torchrun.
+
+Nothing here imports torch, which takes seconds, so commands that do not need it start fast.
+"""
 
 import json
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,20 +18,37 @@ def world_size() -> int:
     return env_int("WORLD_SIZE", 1)
 
 
+def group_is_up() -> bool:
+    """Return whether this process is in a process group."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
+
+
+def rank() -> int:
+    """Return this process's rank, also before the process group starts.
+
+    RANK counts only together with WORLD_SIZE.
+    """
+    if group_is_up():
+        return sys.modules["torch"].distributed.get_rank()
+    return env_int("RANK") if "WORLD_SIZE" in os.environ else 0
+
+
 def env_int(name: str, otherwise: int = 0) -> int:
-    """Return an environment variable of this process. Raises InputError if it is no whole number."""
+    """Return an environment variable as a number. Raises InputError if it is no whole number."""
     try:
         return int(os.environ.get(name, otherwise))
     except ValueError:
-        said = f"{name}={os.environ[name]!r} is not a number"
-        raise InputError(f"{said} (start with torchrun, or unset WORLD_SIZE)") from None
+        raise InputError(
+            f"{name}={os.environ[name]!r} is not a number (start with torchrun, or unset WORLD_SIZE)"
+        ) from None
 
 
 def tell_torchrun(line: str) -> None:
-    """Write torchelastic's error file, with which torchrun's report ends; without it, nothing."""
+    """Write the error file that torchrun's report shows, if torchrun has named one."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # in seconds, of which the report takes the least: other ranks fail because of this one, and
-        # leave no file
+        # the report shows the failure with the least timestamp, in whole seconds. torchrun dates those
+        # of ranks without a file, which fail because of this one: a second less puts this one first
         when = str(int(time.time()) - 1)
         with suppress(OSError):
             Path(file).write_text(

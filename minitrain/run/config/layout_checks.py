@@ -1,11 +1,10 @@
-"""Check layouts: how many ranks a config states, and whether they divide what they must."""
+"""Check parallel layouts: the number of ranks, and whether it divides the sizes that it splits."""
 
 import math
 
 from minitrain.errors import Faults, InputError, refuse
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.parallel.pipeline_split import SCHEDULES, pipeline_needs
-from minitrain.run.config.environment import world_size
+from minitrain.parallel.pipeline_split import SCHEDULES, head_fits, pipeline_needs
 from minitrain.settings import Config
 
 
@@ -46,8 +45,8 @@ def tensor_faults(config: Config) -> Faults:
 
 
 def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
-    """Return the sizes of a decoder that tensor parallelism splits, by what its layers consist of."""
-    parts = {part for layer in range(model.num_layers) for part in model.parts(layer)}
+    """Return the sizes of a decoder that tensor parallelism splits, for the kinds of layers it has."""
+    parts = {part for layer in model.all_layers for part in model.parts(layer)}
     fields = {
         "attention": ["num_key_value_heads", "num_attention_heads"],
         "mamba": ["mamba_n_groups"],
@@ -57,10 +56,10 @@ def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
     sizes = {
         field: getattr(model, field) for part in fields if part in parts for field in fields[part]
     }
-    # several ranks can have the same one
+    # several ranks can hold copies of one key-value head
     if tp % model.num_key_value_heads == 0:
         sizes.pop("num_key_value_heads", None)
-    # in steps that grouped products can take
+    # grouped matrix products need widths that are multiples of 8
     if "moe" in parts and ep == 1:
         sizes["moe_intermediate_size / 8"] = model.moe_intermediate_size // 8
     return sizes | {"vocab_size": model.vocab_size}
@@ -74,7 +73,10 @@ def expert_parallel_faults(config: Config) -> Faults:
 
 
 def expert_layout_faults(config: Config, ranks: int) -> Faults:
-    """Yield what does not divide. ranks: of one replica, with different tokens and the same layers."""
+    """Check that the sizes of the experts can be divided.
+
+    ranks: the number of ranks of one replica that have the same layers.
+    """
     p = config.parallel
     model = config.model.config
     possible = divisors(math.gcd(ranks, model.num_experts))
@@ -93,7 +95,7 @@ def expert_layout_faults(config: Config, ranks: int) -> Faults:
 
 
 def unused_pipeline_faults(config: Config) -> Faults:
-    """Yield settings of a pipeline where there is none."""
+    """Check for settings of a pipeline when parallel.pp is 1."""
     p = config.parallel
     given = f"vp={p.vp}, layers_per_stage={p.layers_per_stage}, head_layers={p.head_layers}"
     wrong = p.vp > 1 or p.layers_per_stage or p.head_layers > 1
@@ -138,9 +140,8 @@ def pipeline_faults(config: Config) -> Faults:
         f"parallel.pp={p.pp} x vp={p.vp} stages are more than the {slots} that num_layers={slots - 2}, embedding "
         f"and head can fill (use at most {slots} stages)",
     )
-    each, more = divmod(slots - 1 + p.head_layers, stages)
     yield (
-        p.head_layers > each + (more > 1),
+        not head_fits(p.head_layers, slots - 2, stages),
         f"parallel.head_layers={p.head_layers} is more than a stage's even share of num_layers={slots - 2} over "
         f"pp={p.pp} x vp={p.vp} stages (use less, or fewer stages)",
     )
@@ -165,7 +166,10 @@ def sampler_faults(config: Config) -> Faults:
 
 
 def ranks_that_train(config: Config, world_size: int) -> int:
-    """Return how many ranks train; those that only sample must be a multiple of them."""
+    """Return how many ranks train.
+
+    Raises InputError unless the number of those that only sample is a multiple of it.
+    """
     sampling = config.grpo.generation_ranks
     training = world_size - sampling
     if sampling and (training < 1 or sampling % training):
@@ -186,7 +190,7 @@ def alternatives(values: list) -> str:
 
 
 def division_faults(name: str, ranks: int, sizes: dict[str, int]) -> Faults:
-    """Yield each of the sizes that `ranks`, the setting `name`, does not divide."""
+    """Check that a number of ranks divides all of `sizes`. name: the setting with that number."""
     for of, size in sizes.items():
         possible = divisors(math.gcd(*sizes.values()))
         yield (
@@ -196,13 +200,13 @@ def division_faults(name: str, ranks: int, sizes: dict[str, int]) -> Faults:
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors in order; 1 alone of 0."""
+    """Return all divisors in order; [1] for 0."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({1, *small, *(number // n for n in small)})
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """Raise InputError, which says what would be possible, if so many ranks cannot run this config."""
+    """Raise InputError if this config cannot run on so many ranks. The message says what can."""
     if config.task == "grpo":
         world_size = ranks_that_train(config, world_size)
     refuse(_layout_faults(config, world_size))
@@ -243,33 +247,3 @@ def _layout_faults(config: Config, world_size: int) -> Faults:
         f"parallel.schedule={p.schedule} with pp={p.pp} needs {needed} micro-batches per rank and step, not "
         f"{count} (batch.global={b.global_} / batch.micro={b.micro} / data ranks)",
     )
-
-
-def training_ranks(config: Config) -> int:
-    """Return the product of the parallel dimensions.
-
-    An open dp_shard, at least 1, takes what torchrun started, or for one process what the published
-    row ran on.
-    """
-    p = config.parallel
-    others = p.dp_replicate * p.tp * p.cp * p.pp
-    if p.dp_shard != -1:
-        return others * p.dp_shard
-    gpus = world_size() if world_size() > 1 else config.reference.get("gpus", 1)
-    return others * max(1, (gpus - config.grpo.generation_ranks) // others)
-
-
-def stated_ranks(config: Config) -> int:
-    """Return the number of ranks, with those that only sample."""
-    return training_ranks(config) + config.grpo.generation_ranks
-
-
-def row_ranks(config: Config) -> int:
-    """Return how many ranks take different rows of a batch."""
-    p = config.parallel
-    return training_ranks(config) // (p.tp * p.cp * p.pp)
-
-
-def micro_batches(config: Config) -> int:
-    """Return how many a rank runs in an optimizer step."""
-    return config.batch.global_ // (config.batch.micro * row_ranks(config))

@@ -1,9 +1,10 @@
 """Read a YAML file and `key=value` words into one checked `Config`.
 
-Every mistake is an InputError with one line.
+A mistake raises an InputError with a message of one line.
 """
 
 import dataclasses
+import os
 import typing
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from minitrain.settings import Config, Data, Lora, Model
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
-    """Read a YAML file, apply `key=value` words (dotted keys) over it, and check it.
+    """Read a YAML file, override it with `key=value` words (dotted keys), and check the result.
 
-    Checks that need the world size come later.
+    Checks that need the world size are made later, by `check_layout`.
     """
     tree = read_tree(path)
     for word in overrides:
@@ -35,7 +36,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
 
 
 def from_dict(tree: dict) -> Config:
-    """Return a checked Config from nested dicts, as YAML gives them."""
+    """Return a checked Config from nested dicts, such as a YAML file holds."""
     tree = dict(tree)
     model = tree.pop("model", {})
     config = convert(Config, tree, "")
@@ -50,7 +51,10 @@ def from_dict(tree: dict) -> Config:
             "data.path needs data.kind (text, jsonl, tokens or latents): by default it is mock"
         )
     _take_from_sources(config.data, given)
-    # brings torch, which takes seconds: unknown keys and wrong types are told before
+    if "tokenizer" not in given:
+        config.data.tokenizer = _own_tokenizer(config)
+    # imported late, because it imports torch, which takes seconds: unknown keys and wrong types are
+    # reported before
     from minitrain.run.config.checks import validate
 
     validate(config)
@@ -58,9 +62,9 @@ def from_dict(tree: dict) -> Config:
 
 
 def _take_from_sources(data: Data, given: dict) -> None:
-    """Set data.kind and data.field as all sources have them, unless they are given.
+    """Set data.kind and data.field to the value that all sources share, unless they are given.
 
-    The files of data.validation_path are read by them.
+    They apply to the files of data.validation_path.
     """
     for key in ("kind", "field"):
         own = {getattr(source, key) for source in data.sources} - {None}
@@ -69,8 +73,19 @@ def _take_from_sources(data: Data, given: dict) -> None:
             setattr(data, key, own.pop())
 
 
+def _own_tokenizer(config: Config) -> str:
+    """Return the folder of the adapters or the model to start from, whichever has a tokenizer first.
+
+    If neither does, returns data.tokenizer.
+    """
+    for folder in (config.lora and config.lora.path, config.model.path):
+        if folder and os.path.isfile(f"{folder}/tokenizer.json"):
+            return folder
+    return config.data.tokenizer
+
+
 def _read_lora(config: Config, given: dict) -> Lora:
-    """Return the settings of the adapters in lora.path. given: what was written."""
+    """Return the settings of the adapters in lora.path. given: the keys of `lora` that the user set."""
     lora = config.lora
     from minitrain.formats.peft import read_adapter_config
 
@@ -89,7 +104,7 @@ def _read_lora(config: Config, given: dict) -> Lora:
 
 
 def _adapt_the_same(config: Config, *loras: Lora) -> bool:
-    """Return True if the targets name the same weights, in whatever order, with or without absent ones."""
+    """Return whether the targets of these settings name the same weights of the model."""
     from minitrain.formats.peft import adapter_shapes
 
     ours, theirs = (adapter_shapes(config.model.config, lora).keys() for lora in loras)
@@ -130,7 +145,7 @@ def _read_model(value: Any, kind: type) -> Model:
 
 
 def to_dict(config: Config) -> dict:
-    """Return the nested dict that `from_dict` reads back as the same config."""
+    """Return nested dicts from which `from_dict` makes the same config."""
     tree = dataclasses.asdict(
         config, dict_factory=lambda items: {key.rstrip("_"): value for key, value in items}
     )

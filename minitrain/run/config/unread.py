@@ -1,27 +1,29 @@
-"""Find settings that were given and that a run with these tasks and modes does not read.
+"""Find settings that were given but have no effect on this run.
 
-One table says of each setting what reads it; a setting that is not in it is read by every run. A
-base config may serve several tasks, so such a setting is worth a note, and is no error.
+A table holds the settings that only some runs read, and which; every run reads all others. Such a
+setting gets a note and no error, because one base config may serve several tasks.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from minitrain.data.files import apart
+from minitrain.data.files import data_by_source
 from minitrain.run.config.checks import CHATS
 from minitrain.settings import Config
 
 
 class Reader(NamedTuple):
-    """What reads settings, as a user would write it, and whether a run has it."""
+    """The condition under which a setting is read."""
 
+    # in a user's words
     name: str
+    # returns something true for runs that meet it
     runs: Callable[[Config], Any]
 
 
 def kinds(c: Config) -> set[str]:
-    return {data.kind for data in apart(c.data).values()}
+    return {data.kind for data in data_by_source(c.data).values()}
 
 
 def has_chats(c: Config) -> bool:
@@ -35,18 +37,23 @@ PROBLEMS = Reader(
 )
 VALIDATION = Reader("validation.every", lambda c: c.validation.every)
 CORRECTION = Reader("grpo.importance", lambda c: c.grpo.importance != "none")
+ENVIRONMENT = Reader("grpo.environment", lambda c: c.grpo.environment)
 NORMAL = Reader(
     "diffusion.sampling=logit_normal or mixed",
     lambda c: c.diffusion.sampling in ("logit_normal", "mixed"),
 )
 SPLITS = Reader("no data.validation_path", lambda c: not c.data.validation_path)
 
-# a section, or a setting in one: all in the line must have a part in the run
+# section or setting -> when it is read. A setting in a section needs both conditions
 READERS: dict[str, Reader] = {
     "diffusion": Reader("task=diffusion", lambda c: c.task == "diffusion"),
     "dpo": Reader("task=dpo", lambda c: c.task == "dpo"),
     "grpo": Reader("task=grpo", lambda c: c.task == "grpo"),
     "rollout": Reader("task=grpo", lambda c: c.task == "grpo"),
+    "mtp_weight": Reader(
+        "models with num_nextn_predict_layers, except task=dpo",
+        lambda c: c.task != "dpo" and getattr(c.model.config, "num_nextn_predict_layers", 0),
+    ),
     "fp8": Reader("precision=fp8", lambda c: c.precision == "fp8"),
     "steps": Reader("epochs=0", lambda c: not c.epochs),
     "data.size": Reader("mock videos", lambda c: c.task == "diffusion" and c.data.kind == "mock"),
@@ -86,6 +93,11 @@ READERS: dict[str, Reader] = {
     "diffusion.uniform_share": Reader(
         "diffusion.sampling=mixed", lambda c: c.diffusion.sampling == "mixed"
     ),
+    "grpo.reward": Reader("no grpo.environment", lambda c: not c.grpo.environment),
+    "grpo.turns": ENVIRONMENT,
+    "grpo.environment_seconds": ENVIRONMENT,
+    "grpo.environment_failure": ENVIRONMENT,
+    "grpo.environment_wait": ENVIRONMENT,
     "grpo.prompt_key": PROBLEMS,
     "grpo.answer_key": PROBLEMS,
     "grpo.mock_digits": Reader("data.kind=mock", lambda c: c.data.kind == "mock"),
@@ -99,9 +111,9 @@ READERS: dict[str, Reader] = {
 
 
 def unread(config: Config, also_read: Collection[str] = ()) -> Iterator[str]:
-    """Yield a line for each setting that is not at its default and that nothing will read.
+    """Yield a note for each setting that differs from its default and that this run does not read.
 
-    also_read: sections that this run reads whatever its task is, as `bench.py --generate` does.
+    also_read: sections that this run reads for any task, such as those of `bench.py --generate`.
     """
     for name, value in given(config):
         section = name.partition(".")[0]
@@ -116,7 +128,7 @@ def unread(config: Config, also_read: Collection[str] = ()) -> Iterator[str]:
 
 
 def given(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each setting that is not at its default."""
+    """Yield the name and the value of each setting that differs from its default."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in ("model", "reference"):

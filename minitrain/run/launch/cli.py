@@ -6,31 +6,76 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from tqdm import tqdm
 
 from minitrain.errors import InputError, refused
-from minitrain.run.config.environment import tell_torchrun
+from minitrain.run.config.environment import group_is_up, tell_torchrun
 from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-# of a command-line option: (type or list of choices, default or ... if it is required, help)
+# Messages about data are worded for `train`, which has settings. For commands that have options
+# instead, these words are replaced: words for `train` -> words for any of these commands
+IN_OPTIONS = {
+    "data.path: no file matches": "no file matches",
+    "data.path=DIR": "give DIR",
+    "data.kind=": "--kind ",
+    "data.field": "--field",
+    " (data.exclude leaves files out)": "",
+}
+# command -> words for `train` -> its own words
+OF_COMMAND = {
+    "evaluate": {
+        "chats need task=sft or lora, pairs task=dpo": "chats need --chat",
+        ", for task=pretrain": " (leave --chat out)",
+        ", for task=dpo": ", and evaluate has no use for pairs",
+    },
+    "generate": {"data.kind=text reads texts": "lines of text stand in a file of another ending"},
+    "tokenize": {
+        "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
+    },
+}
+
+# a command-line option: (type or list of choices, default or ... if it is required, help)
 Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """argparse's formatter that keeps the docstring's lines and shows defaults."""
+    """argparse's formatter that keeps the docstring's lines, and shows defaults that are not empty."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        has_none = action.default is None or action.default is False or action.default == []
+        return action.help if has_none else super()._get_help_string(action)
+
+
+class Once(argparse.Action):
+    """Store an option's value, and refuse a second one, which would replace it silently."""
+
+    given = False
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if self.given and option_string:
+            parser.error(f"{option_string} is given twice")
+        self.given = True
+        setattr(namespace, self.dest, values)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser with `--debug`, whose errors are InputErrors."""
+    """An argparse parser with `--debug`, whose errors are InputErrors.
 
-    def __init__(self, options: dict[str, Option] | None = None, **kwargs):
+    settings: accept settings as --key=value too, besides words key=value.
+    """
+
+    def __init__(
+        self, options: dict[str, Option] | None = None, settings: bool = False, **kwargs
+    ):
         super().__init__(formatter_class=Formatter, **kwargs)
+        self.settings = settings
+        self.register("action", None, Once)
+        self.register("action", "store", Once)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
         for name, (kind, default, text) in (options or {}).items():
             way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
@@ -41,6 +86,11 @@ class Parser(argparse.ArgumentParser):
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Parse words and options in any order; argparse by itself needs all words together."""
+        if self.settings:
+            # imported only here, because it describes all settings
+            from minitrain.run.config.flags import take_flags
+
+            args = take_flags(args, self._option_string_actions)
         return self.parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -66,25 +116,29 @@ def positive(
     return parse
 
 
+@contextmanager
+def in_options(command: str) -> Iterator[None]:
+    """Replace words of an InputError by the command's own, for a command in OF_COMMAND."""
+    try:
+        yield
+    except InputError as error:
+        if command not in OF_COMMAND:
+            raise
+        message = str(error)
+        for words, own in (OF_COMMAND[command] | IN_OPTIONS).items():
+            message = message.replace(words, own)
+        raise InputError(message) from error
+
+
 # an argparse type that expands ~, because shells do not expand it in words such as --out=~/new
 home_path = os.path.expanduser
-
-
-def config_path(text: str) -> str:
-    """Return a config's path (an argparse type): a file, or one of the package's own configs.
-
-    The latter may be given as configs/a/b.yaml or as a/b; existing files take precedence.
-    """
-    own = CONFIGS / f"{text.removeprefix('configs/').removesuffix('.yaml')}.yaml"
-    path = home_path(text)
-    return str(own) if os.path.isfile(own) and not os.path.isfile(path) else path
 
 
 def check_writable(option: str, file: str | None) -> None:
     """Raise InputError if an option's file cannot be written, before minutes are spent to fill it."""
     path = Path(file or "")
     is_new = not path.exists()
-    # the reader of a pipe would take this for its end
+    # opening and closing a named pipe would end its reader's input
     if file is None or path.is_fifo():
         return
     with refused(f"--{option}={file} cannot be written"):
@@ -95,7 +149,10 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def bar(items: Iterable | None, total: int, unit: str, done: int = 0) -> tqdm:
-    """Return a progress bar over items, of which `done` were there before; rarely told to a file."""
+    """Return a progress bar over items. done: items that were finished before.
+
+    If stderr is not a terminal, it is printed only every 10 seconds.
+    """
     often = 0.1 if sys.stderr.isatty() else 10
     return tqdm(items, total=total, unit=unit, initial=done, mininterval=often)
 
@@ -226,9 +283,3 @@ def say_once(line: str) -> None:
         watch.say_once(line)
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr)
-
-
-def group_is_up() -> bool:
-    """Return whether this process is in a process group, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_initialized()

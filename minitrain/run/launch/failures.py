@@ -18,10 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from minitrain.errors import InputError
-from minitrain.run.config.environment import env_int
+from minitrain.run.config.environment import rank
 
 PACKAGE = Path(__file__).parents[2]
 # collectives in these files are called on behalf of other files, which are the ones to name
@@ -48,16 +47,6 @@ def recorded(folder: Path) -> Iterator[None]:
         if line := explain(error):
             raise InputError(line) from error
         raise
-
-
-def rank() -> int:
-    """Return this process's rank, also before the process group starts.
-
-    RANK counts only together with WORLD_SIZE.
-    """
-    if dist.is_initialized():
-        return dist.get_rank()
-    return env_int("RANK") if "WORLD_SIZE" in os.environ else 0
 
 
 def explain(error: Exception) -> str | None:

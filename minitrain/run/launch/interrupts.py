@@ -1,9 +1,8 @@
-"""End a command that is asked to stop: soon, with a line of its own, whatever it is at.
+"""End a command soon after a signal, with a line that says so.
 
-A signal raises `Stopped` where the command is, so that `finally` clauses remove what is half-written.
-The compiler's threads would go on for minutes, and the interpreter would wait for them: the process
-ends without its teardown, and after PATIENCE seconds at the latest. While a run trains, watch.py has
-handlers of its own.
+A signal raises `Stopped` wherever the command is, so that `finally` clauses remove incomplete files.
+The process then ends without Python's teardown, which would wait minutes for the compiler's threads,
+and after PATIENCE seconds at the latest. While a run trains, watch.py installs other handlers.
 """
 
 import os
@@ -23,12 +22,13 @@ STOPS = (
 )
 # seconds
 PATIENCE = 8.0
-# torch has no public way to ask whether it compiles (2.13); code that is compiled runs outside these
+# modules whose functions are on the stack while torch compiles; compiled code runs outside of them.
+# torch 2.13 has no public way to ask
 COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal that ends the command, with the line that says so."""
+    """A signal that ends the command. line: to print; by default, a line that names the signal."""
 
     def __init__(self, number: int, line: str = ""):
         ended = f"ended by {signal.Signals(number).name}"
@@ -36,12 +36,12 @@ class Stopped(KeyboardInterrupt):
         self.code = 128 + number
 
 
-# whether this process is a command's own, and not a notebook's
+# True if this process runs a command line, False in a notebook
 _is_command = False
 
 
 def stop(number: int, frame: FrameType | None = None, line: str = "") -> None:
-    """Raise Stopped; end a command's process if that has not done so in time. A signal's handler."""
+    """Raise Stopped, and end a command's process if it is still alive after PATIENCE: a handler."""
     stopped = Stopped(number, line)
 
     def end() -> None:
@@ -57,7 +57,7 @@ def stop(number: int, frame: FrameType | None = None, line: str = "") -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let signals that ask a command to stop raise Stopped; one that is ignored (nohup) stays so."""
+    """Make signals that ask a command to stop raise Stopped, except those that nohup ignores."""
     global _is_command
     _is_command = True
     before = {
@@ -74,12 +74,12 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 def above(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it."""
+    """Yield a frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def compiles(frames: Iterable[FrameType]) -> bool:
-    """Return True if torch.compile is at work in one of the frames, which need not import torch."""
+    """Return True if torch.compile runs in one of the frames. This does not import torch."""
     return any(frame.f_globals.get("__name__") in COMPILERS for frame in frames)

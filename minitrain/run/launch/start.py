@@ -110,7 +110,7 @@ def join(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     allow_open_files()
-    # for ranks to find each other
+    # within which all ranks must have found each other
     timeout = timedelta(minutes=10)
     store, rank, world = join_store(timeout)
     check_device_type(store, rank, device.type)

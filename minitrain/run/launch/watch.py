@@ -41,9 +41,9 @@ from minitrain.run.launch.rendezvous import default_store
 
 # probe after 10 idle seconds, then every 5 seconds, at most 3 times
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-# after a failed collective, a rank waits so many seconds for the news that another rank has died
+# seconds that a rank waits after a failed collective, to hear whether another rank has died
 VERDICT = 10.0
-# after an error, rank 0, which holds the store, waits so many seconds for the others to end
+# seconds that rank 0, which holds the store, waits after an error for the others to end
 FAREWELL = 5.0
 
 FIRST_SIGINT = b"\nSIGINT: the run stops after this step, with a checkpoint (again: at once)\n"
@@ -54,6 +54,7 @@ _signals: list[int] = []
 
 
 def while_compiling(number: int, step: str) -> str:
+    """Return the line for a signal that ends a run while it compiles a step."""
     return f"{signal.Signals(number).name}: ended while torch.compile was at work on the {step}"
 
 
@@ -110,7 +111,7 @@ def until_signal() -> Iterator[Callable[[], str]]:
     try:
         yield stopping
     except Exception as error:
-        # a terminal interrupts the compiler's own processes, too
+        # Ctrl-C also interrupts the compiler's subprocesses, which makes compilation fail
         if _signals and compiles(frame for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise Stopped(_signals[0], while_compiling(_signals[0], "step")) from error
         raise
@@ -213,7 +214,7 @@ class Watch:
             gone = f"rank {rank} is gone: it was killed{self.gave_up} or cannot be reached"
             self.end(1, gone if reports else "")
         elif word and word[0]:
-            # it left after an error, which it has reported itself
+            # the rank left after an error, which it has reported itself
             self.end(word[0])
 
     def end(self, code: int, reason: str = "") -> None:

@@ -36,6 +36,7 @@ from minitrain.models.router import Router
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.settings import TARGETS, Config, Lora
+from minitrain.training.mtp_loss import trains_further
 from minitrain.training.packing import Dataset
 
 
@@ -43,7 +44,8 @@ from minitrain.training.packing import Dataset
 class Work:
     """The work that a model does for one token."""
 
-    # N, matmul weights: all Linears, the selected experts, the head (also if tied), no embedding
+    # N, matmul weights: all Linears, the selected experts, the head (also if tied), which each depth
+    # of multi-token prediction uses again, no embedding
     weights: int
     # d L, heads * head_dim summed over layers: multiply-adds per key, for scores and again for values
     # (the mean, if keys and values have different widths)
@@ -135,18 +137,18 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
     weights = sum(
         module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
     )
-    if config.tie_word_embeddings:
-        weights += model.head_weight.numel()
+    heads = config.num_nextn_predict_layers + config.tie_word_embeddings
+    weights += heads * model.head_weight.numel()
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     stacks = sum(p.numel() for module in experts for p in module.parameters() if p.ndim == 3)
     if experts:
         weights += stacks * config.num_experts_per_tok // config.num_experts
-    mixers = [config.parts(layer)[0] for layer in range(config.num_layers)]
+    mixers = [config.parts(layer)[0] for layer in config.all_layers]
     windowed = sum(
         mixer == "attention" and config.windowed(layer) for layer, mixer in enumerate(mixers)
     )
     width = config.head_dim
-    # where keys and values differ, their mean
+    # keys and values of different widths: count their mean
     if config.kv_lora_rank:
         width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     width *= config.num_attention_heads
@@ -208,13 +210,19 @@ def count_flops(config: Config, convention: Convention, visible: float = 1.0) ->
             / batch.seq_len
         )
     seen = batch.seq_len * visible if convention is clean else batch.seq_len
-    return flops_per_token(shape, seen, convention, adapter_weights(config))
+    return flops_per_token(trained_shape(config), seen, convention, adapter_weights(config))
+
+
+def trained_shape(config: Config) -> DecoderConfig:
+    """Return the model that a training step runs: multi-token prediction only where it is trained."""
+    shape = config.model.config
+    return shape if trains_further(config) else replace(shape, num_nextn_predict_layers=0)
 
 
 def adapter_weights(config: Config) -> int:
     """Return the LoRA weights of a config, 0 without adapters."""
     lora = config.lora
-    return lora_weights(config.model.config, lora.rank, lora.targets) if lora else 0
+    return lora_weights(trained_shape(config), lora.rank, lora.targets) if lora else 0
 
 
 def policy_flops(config: Config) -> Callable[[int], float]:
@@ -224,8 +232,8 @@ def policy_flops(config: Config) -> Callable[[int], float]:
     """
     grpo = config.grpo
     responses = grpo.prompts * grpo.group
-    work = count_work(config.model.config)
-    trained = replace(work, adapters=adapter_weights(config))
+    work = count_work(replace(config.model.config, num_nextn_predict_layers=0))
+    trained = replace(count_work(trained_shape(config)), adapters=adapter_weights(config))
     forward_passes = 1 + (responses > config.batch.global_) + (grpo.kl > 0)
 
     def per_token(tokens: int) -> float:
@@ -242,8 +250,23 @@ def step_flops(config: Config, dataset: Dataset | None) -> Callable[[int], float
     """
     if config.task == "grpo":
         return policy_flops(config)
+    if isinstance(config.model.config, WanConfig):
+        return video_flops(config, len(dataset.row(0)["text"]))
     flops = count_flops(config, clean, visible_share(dataset))
     return lambda tokens: flops
+
+
+def video_flops(config: Config, text_tokens: int) -> Callable[[int], float]:
+    """Return a function from the patches of a step to its FLOPs per patch.
+
+    All videos of a step are counted as being of the mean size.
+    """
+
+    def per_patch(patches: int) -> float:
+        mean = patches / config.batch.global_
+        return training_flops(config.model.config, mean, text_tokens, config.lora) / mean
+
+    return per_patch
 
 
 def visible_share(dataset: Dataset) -> float:
@@ -264,7 +287,7 @@ def visible_share(dataset: Dataset) -> float:
 # src/megatron/bridge/diffusion/models/wan/wan_provider.py (pull request 5249).
 
 
-def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str, int]:
+def forward_parts(config: WanConfig, tokens: float, text_tokens: int) -> dict[str, float]:
     """Count the FLOPs of a forward pass of one video of `tokens` patches and its text.
 
     The timestep's embedding is left out, as in Megatron-Bridge.
@@ -282,8 +305,8 @@ def forward_parts(config: WanConfig, tokens: int, text_tokens: int) -> dict[str,
 
 
 def training_flops(
-    config: WanConfig, tokens: int, text_tokens: int = 512, lora: Lora | None = None
-) -> int:
+    config: WanConfig, tokens: float, text_tokens: int = 512, lora: Lora | None = None
+) -> float:
     """Count the FLOPs of one video, forward and backward.
 
     lora: frozen weights have two products, because their gradients are not computed; and only one if
@@ -299,7 +322,7 @@ def training_flops(
     )
 
 
-def adapter_flops(config: WanConfig, lora: Lora, tokens: int, text_tokens: int) -> int:
+def adapter_flops(config: WanConfig, lora: Lora, tokens: float, text_tokens: int) -> float:
     """Count the FLOPs of all adapters A [rank, inputs], B [outputs, rank], forward and backward."""
     total = 0
     model = empty_model(config)

@@ -1,8 +1,8 @@
 """Report skipped steps and spikes of the loss, with the batch that caused them.
 
-The decision to skip is made on the device (`update_weights`); the host, which reads loss and norm
-for the log anyway, perhaps once the next step is launched, comes to the same one from the same
-numbers. A loss is a spike if it lies above
+The device decides whether to skip a step (`update_weights`). The host reads the loss and the norm for
+the log anyway, perhaps after it has launched the next step, and reaches the same decision from them.
+A loss is a spike if it is above
 
     median + metrics.spike x 1.4826 x median(|loss - median|)
 

@@ -39,7 +39,10 @@ class Meter:
         peak = peak_flops(name, dtype)
         self.rate = peak or matmul_rate(self.device, dtype, shorter=10)
         origin = f"published of {name}" if peak else "of a large matmul here"
-        self.about = f"the {self.rate / 1e12:.3g} TFLOP/s {origin}"
+        rate, unit = (
+            (self.rate / 1e12, "TFLOP/s") if self.rate >= 1e12 else (self.rate / 1e9, "GFLOP/s")
+        )
+        self.about = f"the {rate:.3g} {unit} {origin}"
 
     def measure(self, numbers: dict[str, Any]) -> dict[str, float]:
         """Return the measured numbers of the step that has just ended. numbers: those it has."""

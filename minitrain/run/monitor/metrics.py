@@ -57,6 +57,9 @@ class MetricsLog:
         self.skips = []
         # True if the run ended after it had saved step `start`, but before it had written its line
         self.lacks_last = False
+        # the score of the best validation, and its step; 0 if there was none
+        self.best = -math.inf
+        self.best_step = 0
         if not self.enabled:
             return
         notes = []
@@ -64,7 +67,8 @@ class MetricsLog:
         if start:
             kept, notes = self.take_up(file, start)
         write_durably(file, "".join(map(to_line, kept)))
-        self.best = max(map(goodness, kept), default=-math.inf)
+        for line in kept:
+            self.take_best(line)
         self.file = file.open("a", encoding="utf-8")
         # disable=None: no bar if this is not a terminal
         self.bar = tqdm(
@@ -117,9 +121,20 @@ class MetricsLog:
             self.next_line = now + PAUSE
             self.say(f"step {step:,} of {self.bar.total:,}: {figures}")
         if validated:
-            good = goodness(numbers)
-            self.say(f"step {step:,}  val {validated}{', best' if good > self.best else ''}")
-            self.best = max(good, self.best)
+            # the first validation is not called the best
+            better = self.is_best(numbers) and self.best_step
+            self.say(f"step {step:,}  val {validated}{', best' if better else ''}")
+            self.take_best(numbers)
+
+    def is_best(self, numbers: dict) -> bool:
+        """Return whether a step's validation is the best so far; False on other ranks than 0."""
+        return self.enabled and goodness(numbers) > self.best
+
+    def take_best(self, numbers: dict) -> None:
+        """Remember a step's validation if it is the best so far."""
+        if self.is_best(numbers):
+            self.best = goodness(numbers)
+            self.best_step = numbers["step"]
 
     def call(self, logger: Callable[[dict], None], numbers: dict) -> None:
         """Call a logger. If it fails, warn and do not call it again; the run continues."""
@@ -157,9 +172,11 @@ class MetricsLog:
     def end(self, config: Config, first: int, seconds: float, mfu_of: str) -> None:
         """Print the run's closing lines: see `closing_lines`."""
         if self.enabled:
+            # closed first, or the bar would be drawn below these lines
+            self.bar.close()
             lines, _ = read_lines(Path(self.file.name))
-            for title, text in closing_lines(config, lines, first, seconds, mfu_of).items():
-                self.say(f"{title:<11} {text}")
+            for line in closing_lines(config, lines, first, seconds, mfu_of):
+                self.say(line)
 
     def close(self) -> None:
         """Close the progress bar (so that an error gets its own line), the file and the loggers."""

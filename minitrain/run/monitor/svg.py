@@ -51,12 +51,11 @@ def grid(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
     return drawn
 
 
-def line(points: list, color: str, dashes: str = "none") -> str:
+def line(points: list, color: str, dashes: str = "none", opacity: float = 1) -> str:
     """Draw a line through points (x, y)."""
     places = " ".join(f"{x:g},{y:g}" for x, y in points)
-    return (
-        f'<polyline points="{places}" fill="none" stroke="{color}" stroke-dasharray="{dashes}"/>'
-    )
+    pale = f' opacity="{opacity:g}"' if opacity < 1 else ""
+    return f'<polyline points="{places}" fill="none" stroke="{color}" stroke-dasharray="{dashes}"{pale}/>'
 
 
 def dots(points: list, color: str) -> str:

@@ -27,8 +27,10 @@ from minitrain.settings import Config
 from minitrain.training.loop import Trainer
 
 
-def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = None) -> None:
-    """Write the model in Hugging Face layout, or its adapters in PEFT's.
+def export(
+    trainer: Trainer, config: Config, folder: Path, asks: str | None = None, fp8: bool = False
+) -> None:
+    """Write the model in Hugging Face layout, with fp8 as `save_tensors`, or its adapters in PEFT's.
 
     All ranks call it; rank 0 writes.
     asks: the prompt before replies in training, if it differs from that of the tokenizer's template.
@@ -63,7 +65,7 @@ def export(trainer: Trainer, config: Config, folder: Path, asks: str | None = No
     else:
         # the dtype of the shards; parameters that are still gathered after a validation have another
         dtype = torch.bfloat16 if config.precision == "bf16-pure" else torch.get_default_dtype()
-        save_tensors(tensors, shape, dtype, folder)
+        save_tensors(tensors, shape, dtype, folder, fp8=fp8)
 
 
 def save_template(

@@ -1,22 +1,31 @@
 """Run GRPO as a `Task`: checkpoints, files and export around the steps of grpo/policy_loop.py."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from minitrain.data.chat.problems import open_problems
+from minitrain.data.chat.chat_templates import choose_template
+from minitrain.data.chat.dialogs import ChatDialog
+from minitrain.data.chat.problems import Problems, open_problems
 from minitrain.data.datasets import with_steps
+from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
+from minitrain.formats.hf import load_pretrained
+from minitrain.grpo.environments import load_environment
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
 from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
+from minitrain.models.decoder import Decoder
 from minitrain.parallel.agreement import gather, lead, together, wait_for_all
+from minitrain.rollout.drafting import MTP
 from minitrain.run.checkpoint.checkpoint_files import complete_steps
 from minitrain.run.checkpoint.checkpointer import (
     Checkpointer,
@@ -26,11 +35,42 @@ from minitrain.run.checkpoint.checkpointer import (
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
 from minitrain.run.launch.start import fill_weights, set_timeout, start
-from minitrain.run.monitor.progress import validation
+from minitrain.run.monitor.progress import amount, validation
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
+from minitrain.training.build import fp8_notes
+
+
+class PolicyData(NamedTuple):
+    """The data of a GRPO run."""
+
+    # the run's, with epochs converted to steps
+    config: Config
+    reward: Callable
+    problems: Problems
+    held_out: Problems | None
+    tokenizer: Tokenizer
+    # tokens that end a response
+    ends: tuple[int, ...]
+    # functions that make an environment and a dialog with it; None without grpo.environment
+    talk: tuple[Callable, Callable] | None
+    # a line on how often training goes over the problems
+    amount: str
+
+
+def open_policy_data(config: Config) -> PolicyData:
+    """Open the reward and the problems of a run. Raises InputError for mistakes in them."""
+    reward = load_reward(config.grpo.reward)
+    make = config.grpo.environment and load_environment(config.grpo.environment)
+    problems, held_out, tokenizer, ends = open_problems(config)
+    template = choose_template(config.data.template, tokenizer)
+    talk = (make, partial(ChatDialog, template, tokenizer)) if make else None
+    prompts = config.grpo.prompts
+    with_number = with_steps(config, len(problems), prompts)
+    line = amount(config, with_number.steps, len(problems), prompts, "problem")
+    return PolicyData(with_number, reward, problems, held_out, tokenizer, ends, talk, line)
 
 
 class GrpoTask:
@@ -42,11 +82,10 @@ class GrpoTask:
 
     data = bytes_per_token = None
 
-    def __init__(self, config: Config, folder: Path | None):
-        self.reward = load_reward(config.grpo.reward)
-        self.problems, held_out, tokenizer, ends = open_problems(config)
+    def __init__(self, config: Config, folder: Path | None, opened: PolicyData | None = None):
+        opened = opened or open_policy_data(config)
+        config, self.reward, self.problems, held_out, tokenizer, ends, talk, self.amount = opened
         grpo = config.grpo
-        config = with_steps(config, len(self.problems), grpo.prompts)
         # no balancing of experts: the sampler would not follow changes of the trainer's router
         shape = replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
         self.config = config = replace(config, model=replace(config.model, config=shape))
@@ -72,8 +111,16 @@ class GrpoTask:
             self.reward,
             fill_weights,
             self.record,
+            talk,
+            self.load_draft(ranks, meshes.batch.device_type),
         )
         self.policy = self.loop.policy
+
+    def load_draft(self, ranks: Ranks, device_type: str) -> Decoder | None:
+        """Return the model that drafts on this rank, if it samples."""
+        folder = self.config.rollout.draft
+        if folder not in ("", MTP) and dist.get_rank() in ranks.sampling:
+            return load_pretrained(folder, device=device_type)
 
     def begin(self) -> int:
         """Load the newest checkpoint, or warm up; return the number of steps that are done."""
@@ -100,8 +147,12 @@ class GrpoTask:
     def about(self) -> Iterator[str]:
         if self.config.precision == "fp8":
             yield "precision=fp8: the sampler computes in bf16"
+        if self.policy:
+            trainer = self.policy.trainer
+            yield from fp8_notes(trainer.model, trainer.config, trainer.meshes)
         if not self.first:
             yield self.problems.about
+            yield self.amount
             if self.config.validation.every:
                 yield f"step 0  val {validation(self.loop.evaluate())}"
 
@@ -113,7 +164,7 @@ class GrpoTask:
     def steps(
         self, first: int, stays: Callable[[int], bool] = lambda step: True
     ) -> Iterator[dict[str, Any]]:
-        # the host reads what was sampled: it waits for the device in every step anyway
+        # `stays` is not needed: the host reads the samples, so it waits for the device in every step
         coming = self.kept(first) if self.config.grpo.lag and first else None
         return self.loop.steps(first, coming)
 
@@ -133,7 +184,7 @@ class GrpoTask:
                 f"{dist.get_world_size()} (use as many, or another out_dir)"
             )
         state = states[dist.get_rank()]
-        call(name, "in load_state_dict()", self.reward.load_state_dict, state)
+        call(f"grpo.reward={name}", "in load_state_dict()", self.reward.load_state_dict, state)
 
     def save(self, numbers: dict[str, Any]) -> None:
         """Write a checkpoint of the step with these numbers."""
@@ -149,6 +200,11 @@ class GrpoTask:
             # an evaluation may follow
             self.loop.update_sampler()
         wait_for_all()
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step, and of no other, beside the newest ones."""
+        if self.policy:
+            self.checkpointer.pin(step)
 
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""
@@ -186,6 +242,12 @@ class GrpoTask:
 
     def record(self, groups: list[Group], step: int) -> None:
         """Write the responses of `step` (from 0), and remove old ones."""
+        failures = [response.failure for response in chain(*groups) if response.failure]
+        if failures and dist.get_rank() == 0:
+            told = (
+                f"step {step + 1}: {len(failures)} environments failed, the first: {failures[0]}"
+            )
+            print(told, file=sys.stderr, flush=True)
         if self.folder is not None:
             write_rollouts(self.rollouts(step), groups, self.everyone)
             self.remove_old_rollouts(step)
@@ -212,7 +274,10 @@ def divide_ranks(config: Config, training: range, device_type: str) -> Ranks:
     shape = world // config.rollout.tp, config.rollout.tp
     tp = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "tp"))["tp"]
     set_timeout(config.timeout_s, tp.get_all_groups())
-    return Ranks(training, sampling, samplers, everyone, tp)
+    sampler = None
+    if config.grpo.environment and config.rollout.tp > 1:
+        sampler, _ = dist.new_subgroups(config.rollout.tp, timeout=timeout, backend="gloo")
+    return Ranks(training, sampling, samplers, everyone, tp, sampler)
 
 
 def fits(groups: list[Group], config: Config) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -17,11 +18,34 @@ from minitrain.run.checkpoint.checkpointer import (
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
 from minitrain.run.launch.start import make_trainer, start
 from minitrain.run.monitor.health import batch_origin
-from minitrain.run.monitor.progress import bits_per_byte
+from minitrain.run.monitor.progress import amount, bits_per_byte
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
+from minitrain.training.build import fp8_notes
 from minitrain.training.loop import training_steps
+from minitrain.training.packing import Dataset
+
+
+class Rows(NamedTuple):
+    """The data of a run that trains on rows."""
+
+    # the run's, with epochs converted to steps
+    config: Config
+    data: Dataset
+    held_out: Dataset | None
+    # a line on how often training goes over the data
+    amount: str
+
+
+def open_rows(config: Config) -> Rows:
+    """Open the data of a run. Raises InputError for mistakes in it."""
+    data, held_out = open_dataset(config)
+    per_step = config.batch.global_
+    with_number = with_steps(config, len(data), per_step)
+    noun = "video" if config.task == "diffusion" else "row"
+    line = amount(config, with_number.steps, len(data), per_step, noun)
+    return Rows(with_number, data, held_out, line)
 
 
 class RowsTask:
@@ -29,10 +53,10 @@ class RowsTask:
 
     updates = 1
 
-    def __init__(self, config: Config, folder: Path):
+    def __init__(self, rows: Rows, folder: Path):
         self.folder = folder
-        self.data, self.held_out = open_dataset(config)
-        self.config = config = with_steps(config, len(self.data), config.batch.global_)
+        self.config, self.data, self.held_out, self.amount = rows
+        config = self.config
         self.asks = getattr(self.data, "asks", None)
         self.bytes_per_token = getattr(self.held_out or self.data, "bytes_per_token", None)
         meshes = start(config)
@@ -59,8 +83,8 @@ class RowsTask:
             from minitrain.training.ema import check_averages
 
             yield from check_averages(self.trainer.optimizer, self.config.optim, self.first)
-        if about := getattr(self.data, "about", None):
-            yield about
+        yield from fp8_notes(self.trainer.model, self.config, self.trainer.meshes)
+        yield from filter(None, [getattr(self.data, "about", None), self.amount])
         if self.config.data.kind in TOYS and not self.first:
             yield self.draw("before.png")
 
@@ -75,6 +99,9 @@ class RowsTask:
     def save(self, numbers: dict[str, float]) -> None:
         # `minitrain export` needs `asks`, but does not open the data
         save_step(self.checkpointer, numbers, self.trainer, asks=self.asks)
+
+    def pin(self, step: int) -> None:
+        self.checkpointer.pin(step)
 
     def finish(self, numbers: dict[str, float], stopping: Callable[[], str]) -> bool:
         """Add the loss on held-out data if it is due, and the exact matches after the last step."""

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from minitrain.parallel.agreement import broadcast_flag
+from minitrain.parallel.agreement import broadcast, broadcast_flag
 from minitrain.run.launch.watch import until_signal
 from minitrain.run.monitor.flops import step_flops
 from minitrain.run.monitor.health import Health
@@ -35,7 +35,7 @@ class Task(Protocol):
     updates: int
     # the dataset; None for GRPO
     data: Dataset | None
-    # of the text that is trained on; None if it is not text
+    # mean bytes per token of the data; None if it is not text
     bytes_per_token: float | None
 
     def begin(self) -> int:
@@ -52,7 +52,8 @@ class Task(Protocol):
     ) -> Iterator[dict[str, Any]]:
         """Run the steps from `first` on, and yield the numbers of each.
 
-        Where stays(step) is False, those of the step 1, 2, ... may come while the next one runs.
+        stays(step): returns whether the weights must stay as they are after step 1, 2, ... until its
+        numbers have been handled. If not, they may be yielded while the next step runs.
         """
 
     def origin(self, step: int) -> str:
@@ -67,6 +68,9 @@ class Task(Protocol):
 
     def save(self, numbers: dict[str, Any]) -> None:
         """Write the checkpoint of the step with these numbers."""
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of this step in addition to the newest ones, and no longer an earlier one."""
 
     def wait(self) -> None:
         """Return when the last checkpoint is on disk."""
@@ -87,6 +91,8 @@ def run_task(task: Task, log: MetricsLog) -> None:
         log.step(task.last)
     skipped = log.skipped_steps(task.updates)
     health = Health(config, log.say, task.origin, task.updates, log.losses, skipped)
+    if config.checkpoint.best:
+        task.pin(broadcast(log.best_step))
     if run_steps(task, log, meter, health):
         task.end(log.say)
         log.end(config, task.first, time.monotonic() - began, meter.about)
@@ -102,9 +108,11 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
     seconds = 60 * config.checkpoint.minutes
     saved_at = time.monotonic()
     with until_signal() as stopping:
-        # asked when a step is launched, and when its numbers come, perhaps after the next launch
+        # called twice for a step: when it is launched, and when its numbers come, perhaps after the
+        # next launch. Both calls must return the same
         @lru_cache(maxsize=2)
         def stops_and_saves(step: int) -> tuple[str, bool]:
+            """Return the signal that stops the run after a step, or "", and whether the step is saved."""
             stop = stopping()
             due = is_due(step, config.checkpoint.every, config.steps)
             late = due or stop or broadcast_flag(0 < seconds <= time.monotonic() - saved_at)
@@ -126,6 +134,11 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
                 task.save(numbers)
                 saved_at = time.monotonic()
             if not stop and task.finish(numbers, stopping):
+                if config.checkpoint.best and broadcast_flag(log.is_best(numbers)):
+                    if not saves:
+                        log.sync()
+                        task.save(numbers)
+                    task.pin(numbers["step"])
                 log.step(numbers)
                 health.stop_if_stuck(numbers)
                 continue
@@ -156,6 +169,6 @@ def profiled_steps(task: Task, stays: Callable[[int], bool]) -> Iterator[dict[st
     from minitrain.run.monitor.profiling import recorded_steps
 
     first, last = settings.steps or (0, 0)
-    # what is recorded is the work of these steps alone
+    # no other step may run while these steps are recorded
     steps = task.steps(task.first, lambda step: stays(step) or first - 1 <= step <= last)
     return recorded_steps(steps, settings, task.folder, task.first)

@@ -1,30 +1,32 @@
 """Train a model from a config to its export, as python -m minitrain.train does."""
 
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import count, filterfalse
 from pathlib import Path
 
 import torch.distributed as dist
 
 from minitrain.data.files import has_tokenizer
-from minitrain.errors import refused
+from minitrain.errors import located, refused
 from minitrain.formats.config_hf import export_fault, not_trained_with
 from minitrain.parallel.agreement import lead
 from minitrain.run.checkpoint.checkpointer import saved_despite_errors
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.checkpoint.fingerprint import check_continuation
 from minitrain.run.config.config_yaml import to_yaml
-from minitrain.run.config.environment import world_size
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import to_dict
 from minitrain.run.config.unread import unread
-from minitrain.run.launch.failures import rank, record_flights, recorded
+from minitrain.run.launch.failures import record_flights, recorded
 from minitrain.run.launch.lock import locked
 from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
-from minitrain.run.tasks.rows_task import RowsTask
+from minitrain.run.tasks.rows_task import RowsTask, open_rows
 from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
 from minitrain.training.optim import warmup_steps
@@ -38,28 +40,35 @@ def train(config: Config) -> None:
         check_sources(config)
     folder = Path(config.out_dir)
     check_free_of_others(config, folder)
+    if rank() == 0:
+        print(opening(config, world_size()), flush=True)
+    # report mistakes in the data before a folder is made, and even while another run holds the lock
+    make_task = open_task(config)
     with refused(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if pick_device(config.device).type == "cuda":
         record_flights(folder)
-    if rank() == 0:
-        print(opening(config, world_size()), flush=True)
     with locked(folder, leads=rank() == 0), recorded(folder):
-        if config.task == "grpo":
-            from minitrain.run.tasks.grpo_task import GrpoTask
-
-            task = GrpoTask(config, folder)
-        else:
-            task = RowsTask(config, folder)
+        task = make_task(folder)
         task.begin()
         with closing(open_log(task)) as log, saved_despite_errors(task.wait):
             run_task(task, log)
 
 
+def open_task(config: Config) -> Callable[[Path], Task]:
+    """Open a run's data; return a function that makes its task in a folder. Raises InputError."""
+    if config.task == "grpo":
+        from minitrain.run.tasks.grpo_task import GrpoTask, open_policy_data
+
+        return partial(GrpoTask, config, opened=open_policy_data(config))
+    return partial(RowsTask, open_rows(config))
+
+
 def check_sources(config: Config) -> None:
     """Raise InputError if the model to start from is incomplete, or has another tokenizer."""
     from minitrain.data.tokenizer import check_same_ids
-    from minitrain.formats.hf import find_weights
+    from minitrain.formats.hf import find_weights, read_config
+    from minitrain.rollout.drafting import MTP, SAME_IDS, check_draft
 
     path = config.model.path
     if path:
@@ -68,6 +77,14 @@ def check_sources(config: Config) -> None:
     for source in filter(None, (path, config.lora and config.lora.path)):
         if has_tokenizer(config):
             check_same_ids(config.data.tokenizer, source, "data.tokenizer=")
+    draft = config.task == "grpo" and config.rollout.draft
+    if draft:
+        with located(f"rollout.draft={draft}"):
+            shape = MTP if draft == MTP else read_config(draft)
+            check_draft(config.model.config, shape)
+            if shape != MTP:
+                find_weights(shape, draft)
+                check_same_ids(config.data.tokenizer, draft, "", SAME_IDS)
 
 
 def open_log(task: Task) -> MetricsLog:
@@ -108,7 +125,10 @@ def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> No
     if name := config.metrics.logger:
         from minitrain.grpo.rewards import load_function
 
-        log.loggers.append(load_function(f"metrics.logger={name!r}", name, {"numbers": {}}))
+        logger = load_function(f"metrics.logger={name!r}", name, {"numbers": {}})
+        log.loggers.append(logger)
+        if log.enabled and hasattr(logger, "close"):
+            log.closers.append(logger.close)
 
 
 def notes_on_settings(config: Config, first: int) -> list[str]:
@@ -124,7 +144,8 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
         notes.append(
             f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"
         )
-    if config.fp8.experts and config.parallel.ep < shape.num_experts:
+    one_each = config.parallel.ep == getattr(shape, "num_experts", 0)
+    if config.fp8.experts and config.fp8.form == "tensor" and not one_each:
         notes.append(
             f"note: experts stay in bf16: fp8.experts=true needs parallel.ep={shape.num_experts}, one on each rank"
         )

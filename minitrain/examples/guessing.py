@@ -1,0 +1,20 @@
+"""A text game as an environment of task=grpo: guess a number, and be told where to look for it.
+
+Who halves what is left finds one of 2^n - 1 numbers in n turns. A line of data has the question and
+the number: {"prompt": "1 to 3?", "answer": "2"}; grpo.turns says how many guesses there are.
+"""
+
+
+class Guessing:
+    """The game of one sample. A guess is worth 1 if it is right, and ends the game if it is none."""
+
+    def reset(self, row: dict) -> list[dict]:
+        self.number = int(row["answer"])
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, response: str) -> tuple[list[dict], float, bool]:
+        guess = response.strip()
+        if not guess.isdecimal() or len(guess) > 9 or int(guess) == self.number:
+            return [], float(guess == str(self.number)), True
+        told = "more" if int(guess) < self.number else "less"
+        return [{"role": "user", "content": told}], 0.0, False
