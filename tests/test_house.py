@@ -92,7 +92,7 @@ BUDGETS = {
     "bench": 16_300,
     "simulator": 20_000,
     "examples": 3_750,
-    "commands": 12_050,
+    "commands": 12_200,
     "generate": 60,
     "merge": 60,
     "train": 60,

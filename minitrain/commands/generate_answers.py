@@ -114,7 +114,7 @@ def answer_prompts(
         for number, texts in finished(sampler, groups)
     )
     if options.out is None or is_stream(options.out):
-        write_in_order(made, options.out)
+        write_in_order(made, options.out, answers)
     else:
         append_each(options, made, answers, len(lines))
 
@@ -139,15 +139,16 @@ def finished(
                     yield number, ["".join(sampler.follow(each)) for each in groups[number]]
 
 
-def write_in_order(made: Iterable[tuple[int, list[str]]], out: str | None) -> None:
+def write_in_order(
+    made: Iterable[tuple[int, list[str]]], out: str | None, answers: dict[int, list[str]]
+) -> None:
     """Write answers to a pipe, or the terminal: each when those before it are written."""
+    following = 0
     with open(out, "w", encoding="utf-8") if out else nullcontext(sys.stdout) as stream:
-        waiting = {}
-        following = 0
         for number, texts in made:
-            waiting[number] = texts
-            while following in waiting:
-                stream.writelines(waiting.pop(following))
+            answers[number] = texts
+            while following in answers:
+                stream.writelines(answers[following])
                 stream.flush()
                 following += 1
 

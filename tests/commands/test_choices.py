@@ -124,7 +124,7 @@ def folder(request, tmp_path_factory):
     minitrain.save_pretrained(model, folder, ByteTokenizer() if vocab == 258 else None)
     if vocab == 300:
         bpe = Tokenizer(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = BpeTrainer(
             vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
@@ -180,6 +180,7 @@ def test_choices_have_the_log_probabilities_of_lm_eval(folder, tmp_path, capsys,
         (ARC[0] | {"choices": ["a", "b"]}, "'choices' must be an object of 'text' and 'label'"),
         (MMLU[0] | {"answer": -1}, "the answer -1 is none of 4 choices"),
         (MMLU[0] | {"answer": "E"}, "'answer' is 'E': give the number"),
+        (MMLU[0] | {"answer": "AB"}, "'answer' is 'AB': give the number"),
         (MMLU[0] | {"answer": None}, "'answer' is None: give the number"),
         (MMLU[0] | {"answer": True}, "'answer' is True: give the number"),
     ],

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,7 +20,6 @@ from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout.engine import Sampler
-from tests.helpers.commands import ROOT
 from tests.helpers.processes import fork
 
 PROMPTS = [{"id": n, "prompt": "ab" * (n % 3 + 1), "score": 0.5} for n in range(7)]
@@ -246,56 +245,43 @@ def test_an_interrupted_evaluation_tells_what_it_has_measured(
     assert "note: so far 42 tokens of 3 of 36 rows: " in capsys.readouterr().err
 
 
-# --- the compiler, as slow as a model of 8B parameters makes it
+# --- the compiler
 
-COMPILING = """
-import os, sys, threading, time
-import torch
-from torch._inductor.codecache import CppCodeCache
-from minitrain.run.launch import cli
-import minitrain.__main__ as m
 
-def slow(*args, **kwargs):
-    print("compiling", flush=True)
-    time.sleep(100)
-    raise AssertionError("the compiler was not left")
+def compile_slowly(folder: Path) -> None:
+    """Be a run whose first step is compiled for minutes, by this thread and by one that nobody can end."""
+    from minitrain.run.config import load as configs
+    from minitrain.run.launch import cli
+    from minitrain.run.launch.start import start
+    from minitrain.run.launch.watch import until_signal
 
-for name in ("load_async", "load"):
-    setattr(CppCodeCache, name, slow)
-from torch._inductor.codecache import CppPythonBindingsCodeCache
-for name in ("load_pybinding_async", "load_pybinding"):
-    setattr(CppPythonBindingsCodeCache, name, slow)
-# what the interpreter would wait for
-threading.Thread(target=time.sleep, args=(100,)).start()
-m.main()
-"""
-TRAIN = """train --config CONFIG compile=true device=cpu steps=3 batch.global=1 batch.micro=1 batch.seq_len=16
-model.num_layers=1 model.vocab_size=258 validation.every=0 optim.warmup=0 out_dir=OUT"""
+    def compile_step() -> None:
+        threading.Thread(target=time.sleep, args=(100,)).start()
+        (folder / "begun").touch()
+        time.sleep(100)
+
+    space = {"__name__": "torch._inductor.compile_fx", "compile_step": compile_step}
+    exec("def compile_fx(): compile_step()", space)
+
+    def main(_) -> None:
+        start(configs.from_dict({"device": "cpu", "batch": {"global": 1, "micro": 1}}))
+        with until_signal():
+            space["compile_fx"]()
+
+    os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT), 2)
+    cli.run(main)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_torch_compiles_ends_the_run_with_a_line(tmp_path, number):
-    (tmp_path / "c.yaml").write_text("model: llama3-8b-tiny\n")
-    words = (
-        TRAIN.replace("CONFIG", f"{tmp_path}/c.yaml").replace("OUT", f"{tmp_path}/out").split()
-    )
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMPILING, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    lines = iter(process.stdout.readline, "")
-    assert any(line == "compiling\n" for line in lines), process.communicate()
+    process = fork(compile_slowly, tmp_path)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline and process.is_alive(), (tmp_path / "log").read_text()
+        time.sleep(0.05)
     began = time.monotonic()
-    process.send_signal(number)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and time.monotonic() < began + 10, told
-    expected = f"{number.name}: ended while torch.compile was at work on the first step"
-    assert told.splitlines()[-1] == expected and "Traceback" not in told
+    os.kill(process.pid, number)
+    process.join(20)
+    assert process.exitcode == 128 + number and time.monotonic() < began + 10
+    line = f"{number.name}: ended while torch.compile was at work on the first step"
+    assert (tmp_path / "log").read_text().splitlines() == [line]

@@ -108,7 +108,7 @@ def texts_of(record: dict, key: str) -> list[str]:
 def number_of(record: dict, key: str, letters: str = "") -> int:
     """Return a key's number, which may be written as text or, if `letters` are given, as one of them."""
     value = record.get(key)
-    if isinstance(value, str) and value in letters and value:
+    if isinstance(value, str) and len(value) == 1 and value in letters:
         return letters.index(value)
     if isinstance(value, str) and value.isdigit():
         value = int(value)
