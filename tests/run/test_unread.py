@@ -9,6 +9,7 @@ import torch
 from minitrain.bench.rows import load_row, row_trees
 from minitrain.commands import bench
 from minitrain.data.datasets import open_dataset
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.run.config import load as configs
 from minitrain.run.config.recipes import CONFIGS
 from minitrain.run.config.unread import READERS, unread
@@ -40,8 +41,10 @@ CHATS = {"task": "sft"} | JSONL
 GRPO = {"task": "grpo"}
 MIXED = {"data.sources": [Source("x", kind="jsonl"), Source("y", kind="tokens")]}
 # what else a run has that reads a setting, one dict for each way
+FURTHER = {"model.config": DecoderConfig(num_nextn_predict_layers=1)}
 READ = {
     "steps": [{}],
+    "mtp_weight": [FURTHER, FURTHER | {"task": "sft"}, FURTHER | {"task": "grpo"}],
     "data.size": [{"task": "diffusion"}],
     "data.text_tokens": [{"task": "diffusion"}],
     "data.exclude": [TEXT, JSONL, TOKENS, MIXED, {"data.kind": "latents"}],
@@ -127,8 +130,8 @@ def other_value(kind: typing.Any, value: typing.Any) -> typing.Any:
 def others(key: str) -> dict:
     """Return the setting, or those of the section, at other values than their defaults."""
     section, _, name = key.partition(".")
-    if key == "steps":
-        return {"steps": 7}
+    if key in ("steps", "mtp_weight"):
+        return {key: 7}
     kind = {"lora": Lora}.get(section) or typing.get_type_hints(Config)[section]
     fields = {field.name for field in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
