@@ -153,7 +153,7 @@ def test_drafts_are_those_of_the_draft_model(name, number):
                 # the oracle is slow
                 assert count % 2 or sample.drafts == guess(sample.tokens, 3)
                 count += 1
-    assert count > 12
+    assert count > 6
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
@@ -215,7 +215,7 @@ def test_a_sample_that_stops_amid_a_step_is_resumed(name, monkeypatch):
     """Behind other tokens than those that were accepted after its end, of which states know."""
     model, (prompt,) = make(name).double(), prompts_of((9,))
     (whole,), _ = generate(model, [prompt], SamplingParams(0, max_tokens=14), **ROOMY)
-    end = next(i for i in range(5, 10) if whole.tokens[i] not in whole.tokens[:i])
+    end = next(i for i in range(2, 12) if whole.tokens[i] not in whole.tokens[:i])
     guesses = property(lambda sample: whole.tokens[len(sample.produced) :][:3])
     guesses = guesses.setter(lambda sample, value: None)
     params = SamplingParams(0, max_tokens=30, stop_tokens=(whole.tokens[end],))
