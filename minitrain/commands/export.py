@@ -6,10 +6,14 @@ the weights alone, whatever the layout of the run, on the CPU, and changes nothi
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
 from minitrain.settings import Config
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 
 def step_or_best(text: str) -> int | str:
@@ -37,16 +41,7 @@ def main(arguments: list[str]) -> None:
         "--fp8", action="store_true", help="matrices in FP8 with a scale for each 128 x 128"
     )
     options = parser.parse_args(arguments)
-    import torch.distributed.checkpoint as dcp
-
-    from minitrain.run.checkpoint.checkpoint_files import (
-        IndexedReader,
-        complete_steps,
-        find_damage,
-        make_empty,
-        read_description,
-    )
-    from minitrain.run.checkpoint.checkpoint_state import changing, check_weights
+    from minitrain.run.checkpoint.checkpoint_files import make_empty, read_description
     from minitrain.run.config.load import load
     from minitrain.run.launch.start import make_trainer, start
     from minitrain.run.monitor.progress import next_command
@@ -55,31 +50,56 @@ def main(arguments: list[str]) -> None:
     out = Path(options.out)
     if out.exists():
         raise InputError(f"--out {out} exists already (name a new folder)")
-    checkpoints = Path(options.run, "checkpoints")
-    steps = complete_steps(checkpoints)
-    if not steps:
-        raise InputError(f"{checkpoints} holds no checkpoint (--run is a run's out_dir)")
-    number = options.step or steps[-1]
-    if number == "best":
-        number = best_step(Path(options.run, "metrics.jsonl"))
-    if number not in steps:
-        kept = " (checkpoint.best=true keeps the best)" if options.step == "best" else ""
-        raise InputError(f"{checkpoints} holds steps {steps}, not {number}{kept}")
-    folder = checkpoints / f"step-{number:08d}"
-    if problem := find_damage(folder, 0, 1):
-        raise InputError(f"checkpoint {folder} is damaged: {problem}")
+    number, folder = find_checkpoint(Path(options.run), options.step)
     config = load(Path(options.run, "config.yaml"), ALONE.split())
     if options.fp8 and config.lora:
         raise InputError("--fp8 is for models, and this run trained adapters (leave it out)")
     description = read_description(folder)
     asks = prompt_of(config, description["extra"])
     trainer = make_trainer(config, start(config))
-    weights = changing(trainer.model)
-    reader = IndexedReader(folder, description["files"])
+    read_weights(trainer.model, folder, description["files"])
+    work = out.with_name(f"{out.name}.tmp")
+    make_empty(work)
+    export(trainer, config, work, asks, options.fp8)
+    work.rename(out)
+    print(f"{out} holds step {number} of {options.run}")
+    print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")
+
+
+def find_checkpoint(run: Path, step: int | str | None) -> tuple[int, Path]:
+    """Return the number and the folder of a run's checkpoint.
+
+    step: a number; best, by validation; None: the newest. Raises InputError if there is none, or
+    it is damaged.
+    """
+    from minitrain.run.checkpoint.checkpoint_files import complete_steps, find_damage
+
+    checkpoints = run / "checkpoints"
+    steps = complete_steps(checkpoints)
+    if not steps:
+        raise InputError(f"{checkpoints} holds no checkpoint (--run is a run's out_dir)")
+    number = best_step(run / "metrics.jsonl") if step == "best" else step or steps[-1]
+    if number not in steps:
+        kept = " (checkpoint.best=true keeps the best)" if step == "best" else ""
+        raise InputError(f"{checkpoints} holds steps {steps}, not {number}{kept}")
+    folder = checkpoints / f"step-{number:08d}"
+    if problem := find_damage(folder, 0, 1):
+        raise InputError(f"checkpoint {folder} is damaged: {problem}")
+    return number, folder
+
+
+def read_weights(model: "Module", folder: Path, files: dict) -> None:
+    """Read a checkpoint's weights into a model, or their averages where the run has optim.ema."""
+    import torch.distributed.checkpoint as dcp
+
+    from minitrain.run.checkpoint.checkpoint_files import IndexedReader
+    from minitrain.run.checkpoint.checkpoint_state import changing, check_weights
+
+    weights = changing(model)
+    reader = IndexedReader(folder, files)
     stored = reader.index.state_dict_metadata
     check_weights(folder, stored, weights, set(weights))
     dcp.load(weights, storage_reader=reader)
-    # a run with optim.ema writes the averages of its weights
     averages = {
         f"{name}/ema": tensor.float()
         for name, tensor in weights.items()
@@ -88,12 +108,6 @@ def main(arguments: list[str]) -> None:
     dcp.load(averages, storage_reader=reader)
     for entry, average in averages.items():
         weights[entry.removesuffix("/ema")].copy_(average)
-    work = out.with_name(f"{out.name}.tmp")
-    make_empty(work)
-    export(trainer, config, work, asks, options.fp8)
-    work.rename(out)
-    print(f"{out} holds step {number} of {options.run}")
-    print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")
 
 
 def best_step(file: Path) -> int:

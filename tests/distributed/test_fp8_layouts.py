@@ -60,7 +60,8 @@ class EachExpert(Experts):
         outputs = []
         for rows, weight in zip(x.split(counts), getattr(self, name), strict=True):
             in_fp8 = *quantize.quantize(weight, quantize.E4M3), None
-            outputs += fp8.Fp8Products.apply(rows, False, False, False, True, weight, *in_fp8)
+            how = "tensor", False, False, False, True
+            outputs += fp8.Fp8Products.apply(rows, *how, weight, *in_fp8)
         return torch.cat(outputs)
 
 
