@@ -90,7 +90,7 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         experts_tp = 1 if p.ep > 1 else p.tp
         fast = config.fp8.fast_accumulation
         to_fp8(model.blocks, fast, p.tp, experts, config.fp8.form, experts_tp)
-    if config.task != "diffusion" and not trains_further(config):
+    if getattr(model, "further_layers", ()) and not trains_further(config):
         for layer in model.further_layers:
             layer.requires_grad_(False)
     return model

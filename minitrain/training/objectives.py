@@ -68,7 +68,8 @@ def make_objective(config: Config) -> Objective:
         return Preferences(config.dpo)
     if config.task != "diffusion":
         labels = [source.label for source in config.data.sources]
-        return LanguageModeling(labels, make_further_loss(config))
+        depths = config.model.config.num_nextn_predict_layers
+        return LanguageModeling(labels, make_further_loss(config) if depths else None)
     model = config.model.config
     return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
 
