@@ -164,27 +164,6 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 GATED = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 
 
-class Pairs(torch.autograd.Function):
-    """Split bf16 numbers that are interleaved: [rows, 2 x width] -> twice [rows, width].
-
-    For the compiler, whose kernels would read and write every second number. A pair as one number of
-    32 bits lets them move 16 bytes at once. The bits of bf16 are the upper half of fp32's.
-    """
-
-    @staticmethod
-    def forward(ctx, x):
-        # [rows, width]; the first of a pair is the lower half
-        pairs = x.view(torch.int32)
-        return tuple(
-            bits.view(torch.float32).to(x.dtype) for bits in (pairs << 16, pairs & -(1 << 16))
-        )
-
-    @staticmethod
-    def backward(ctx, *grads):
-        first, second = (grad.view(torch.int16).to(torch.int32) for grad in grads)
-        return (first & 0xFFFF | second << 16).view(grads[0].dtype)
-
-
 class Experts(nn.Module):
     """The weights of all experts, as stacks [experts, out, in].
 
@@ -219,10 +198,7 @@ class Experts(nn.Module):
         hidden = self._linear(self.first, x, torch.ones_like(weights), offsets)
         if self.gated:
             # they are interleaved: [rows, intermediate] each
-            if torch.compiler.is_compiling() and hidden.dtype == torch.bfloat16:
-                gate, up = Pairs.apply(hidden)
-            else:
-                gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
+            gate, up = hidden.unflatten(-1, (-1, 2)).unbind(-1)
             if not torch.compiler.is_compiling():
                 # eager CPU kernels are far faster on contiguous copies
                 gate, up = gate.contiguous(), up.contiguous()

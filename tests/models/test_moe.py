@@ -19,7 +19,7 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.grouped_mm import grouped_mm, has_fast_kernel
 from minitrain.models.limits import DEFAULT_LIMIT
 from minitrain.models.lora import add_adapters
-from minitrain.models.moe import Experts, MoE, Pairs, dispatch
+from minitrain.models.moe import Experts, MoE, dispatch
 from minitrain.models.router import Router, update_selection_bias
 from minitrain.models.zoo import model_config
 from minitrain.parallel.recompute import recompute
@@ -28,7 +28,7 @@ from minitrain.training.build import initialize
 from minitrain.training.loss import IGNORE
 from minitrain.training.optim import make_optimizer
 from tests.helpers.experts import bias_after_a_step
-from tests.helpers.oracle import Results, check_against_one_process, ragged_batch, relative_error
+from tests.helpers.oracle import Results, check_against_one_process, ragged_batch
 
 HIDDEN, WIDTH = 16, 24
 
@@ -103,47 +103,6 @@ def test_dispatch_and_experts_equal_a_loop_over_tokens(mlp, bias, load):
     for mine, oracle in zip(gradients(found, *inputs), gradients(expected, *inputs), strict=True):
         assert oracle.norm() > 0
         assert (mine - oracle).norm() <= 1e-5 * oracle.norm()
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_pairs_are_split_to_the_bit(compiled):
-    """Every number that bf16 has, as the first and as the second of a pair; so are their gradients."""
-    torch.compiler.reset()
-    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
-    first, second = every.view(256, 256), every.roll(12345).view(256, 256)
-    x = torch.stack([first, second], dim=-1).flatten(1).requires_grad_()
-    split = torch.compile(Pairs.apply, fullgraph=True) if compiled else Pairs.apply
-    for part, expected in zip(split(x), (first, second), strict=True):
-        assert part.is_contiguous() and part.dtype == torch.bfloat16
-        assert torch.equal(part.isnan(), expected.isnan())
-        bits, others = (each.detach().nan_to_num(nan=0.5) for each in (part, expected))
-        assert torch.equal(bits.view(torch.int16), others.view(torch.int16))
-    torch.autograd.backward(split(x), [second, first])
-    swapped = torch.stack([second, first], dim=-1).flatten(1)
-    assert torch.equal(x.grad.view(torch.int16), swapped.view(torch.int16))
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("mlp", ["swiglu", "clamped_swiglu"])
-def test_compiled_experts_in_bf16_compute_as_those_that_are_not(mlp):
-    """The compiled ones take gate and up out of pairs of bits, and round less often."""
-    torch.compiler.reset()
-    experts = fill(Experts(3, HIDDEN, WIDTH, mlp, bias=False)).bfloat16()
-    counts, results = torch.tensor([5, 0, 7]), []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        x, weights = (
-            torch.randn(12, n).squeeze(1).bfloat16().requires_grad_() for n in (HIDDEN, 1)
-        )
-        module = torch.compile(experts, fullgraph=True) if compiled else experts
-        y = module(x, weights, counts)
-        experts.zero_grad()
-        y.square().sum().backward()
-        grads = [p.grad for p in (x, weights, experts.gate_up_proj, experts.down_proj)]
-        results.append([tensor.double() for tensor in (y, *grads)])
-    for found, expected in zip(*results, strict=True):
-        assert relative_error(found, expected) < 2**-6
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
