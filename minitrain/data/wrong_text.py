@@ -54,7 +54,8 @@ def encoding_of(raw: bytes) -> str:
             # whole characters only
             text = head[: len(head) // 4 * 4].decode(code)
             plain = all(letter.isprintable() or letter in "\t\n\r" for letter in text)
-            if plain and text[:1].isascii() and text:
+            ascii_letters = sum(map(str.isascii, text))
+            if plain and text[:1].isascii() and 2 * ascii_letters > len(text):
                 return code
     return one_byte_encoding(raw)
 
