@@ -54,7 +54,7 @@ def make_proxy(config: Config, layers: int) -> Config:
         raise InputError(
             f"--proxy={layers} is not a multiple of recompute={every}, which takes every {every}th block"
         )
-    one_each = whole.num_experts == config.parallel.ep
+    one_each = getattr(whole, "num_experts", 0) == config.parallel.ep
     if config.fp8.experts and config.fp8.form == "tensor" and one_each:
         raise InputError(
             "--proxy: one expert per rank, in FP8, has no stand-in on one rank (use fp8.experts=false)"

@@ -11,11 +11,10 @@ from minitrain.bench.rows import CONFIGS, list_rows, published_rows, read_row, r
 from minitrain.commands import bench
 from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
+from minitrain.run.config import recipes
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import load
-from minitrain.run.launch import cli
 from minitrain.simulator import simulate
-from minitrain.simulator.fake_world import trace_step
 from minitrain.training.build import make_model
 from tests.helpers.published import ROWS, SINGLE
 
@@ -327,7 +326,7 @@ def mine(tmp_path, monkeypatch) -> str:
         if file.name != "own":
             (tmp_path / "configs" / file.name).symlink_to(file)
     (tmp_path / "configs/own/mine.yaml").write_text(MINE)
-    for module in (rows, cli):
+    for module in (rows, recipes):
         monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
     return "own/mine"
 
@@ -342,7 +341,7 @@ def test_a_row_of_ones_own_is_listed_simulated_and_compared_but_not_counted(
 
     # in this process
     monkeypatch.setattr(
-        simulate, "trace_all", lambda jobs: {at: trace_step(*job) for at, job in jobs.items()}
+        simulate, "trace_all", lambda jobs: {at: job() for at, job in jobs.items()}
     )
     monkeypatch.setattr(bench.tracers, "start_server", lambda: None)
     file = tmp_path / "mine.jsonl"

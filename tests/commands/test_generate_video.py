@@ -34,19 +34,9 @@ def main(words: list[str]) -> None:
 
 
 def run(folder, *words: str) -> None:
-    main(
-        [
-            "--model",
-            str(folder),
-            "--prompts",
-            str(folder / "prompts"),
-            "--out",
-            str(folder / "out"),
-            "--device",
-            "cpu",
-            *words,
-        ]
-    )
+    prompts = [] if "--prompts" in words else ["--prompts", str(folder / "prompts")]
+    out = str(folder / "out")
+    main(["--model", str(folder), *prompts, "--out", out, "--device", "cpu", *words])
 
 
 @pytest.mark.parametrize("negatives", [0, 1, 2])

@@ -126,11 +126,17 @@ def test_what_is_no_answer_is_not_overwritten(words, tmp_path, content, line):
     assert out.read_text() == content
 
 
+def replaced(words: list[str], *more: str) -> list[str]:
+    """Return options, with others in place of those of the same names."""
+    places = [i for i, word in enumerate(words) if word in more and word.startswith("--")]
+    return [*(w for i, w in enumerate(words) if not {i, i - 1} & set(places)), *more]
+
+
 def test_more_answers_than_are_asked_for_are_kept(words, tmp_path):
     out = tmp_path / "out.jsonl"
     whole = answered(words, out)
     with pytest.raises(InputError, match="7 lines that are no answers to .* with --n 1"):
-        answered([*words, "--n", "1"], out)
+        answered(replaced(words, "--n", "1"), out)
     assert out.read_text().splitlines() == whole
 
 
@@ -150,7 +156,7 @@ def test_answers_of_other_settings_are_not_taken_for_these(words, folder, tmp_pa
     }
     for name, more in changes.items():
         with pytest.raises(InputError, match=f"answers that were made with another {name} .name"):
-            answered([*words, *more], out)
+            answered(replaced(words, *more), out)
     other = tmp_path / "other"
     minitrain.save_pretrained(minitrain.load_pretrained(folder), other, ByteTokenizer())
     with pytest.raises(InputError, match="answers that were made with another weights"):
@@ -158,7 +164,7 @@ def test_answers_of_other_settings_are_not_taken_for_these(words, folder, tmp_pa
     assert out.read_text() == begun
     # a file that was taken away: all begins anew
     out.unlink()
-    assert len(answered([*words, "--temperature", "0"], out)) == 14
+    assert len(answered(replaced(words, "--temperature", "0"), out)) == 14
 
 
 def test_a_key_that_the_answer_would_replace_is_refused(words, tmp_path):

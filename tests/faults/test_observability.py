@@ -505,7 +505,7 @@ def export_to_a_slow_disk(folder, pp):
         time.sleep(2)
         yield from tensors
 
-    exports.save_tensors = lambda tensors, *args: save(slowly(tensors), *args)
+    exports.save_tensors = lambda tensors, *args, **more: save(slowly(tensors), *args, **more)
     Places.move = meet_and_move
     set_timeout(1.0)
     store.set_timeout(timedelta(seconds=1))

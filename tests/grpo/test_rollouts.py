@@ -251,10 +251,7 @@ def test_a_chat_that_is_all_prompt(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        (
-            {"text": "2+2"},
-            r"jsonl:1: no prompt .one of prompt, .*, input; or name its key by grpo.prompt_key",
-        ),
+        ({"text": "2+2"}, r"jsonl:1: 'text' is a document, for task=pretrain"),
         (
             {"question": "2+2?"},
             r"jsonl:1: no answer .one of expected_answer, .*, completion; or .* grpo.answer_key",

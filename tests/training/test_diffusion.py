@@ -388,10 +388,10 @@ def test_adapters_of_other_programs_are_trained_further_and_merged(tmp_path):
         words = {
             "--model": tmp_path / "base",
             "--adapter": tmp_path / adapter,
-            "--out": tmp_path / "merged",
+            "--out": tmp_path / f"merged-{adapter}",
         }
         merge.main([str(word) for pair in words.items() for word in pair])
-        for name, tensor in load_pretrained(tmp_path / "merged").state_dict().items():
+        for name, tensor in load_pretrained(words["--out"]).state_dict().items():
             expected = base.state_dict()[name] + (2 * b @ a if name == ours else 0)
             torch.testing.assert_close(tensor, expected, atol=1e-5, rtol=0)
 
