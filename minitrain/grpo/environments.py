@@ -24,7 +24,6 @@ batch, and the products of batches of other sizes are rounded otherwise.
 import asyncio
 import inspect
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -40,7 +39,7 @@ from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem
-from minitrain.grpo.rewards import call, load_function
+from minitrain.grpo.rewards import call, finite_number, load_function
 from minitrain.parallel.agreement import gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
@@ -387,11 +386,8 @@ class Host:
         if not isinstance(result, tuple | list) or len(result) != 3:
             raise InputError(f"step() returned {result!r:.80}, and not (messages, reward, done)")
         messages, reward, done = result
-        try:
-            number = float(reward)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            number = math.nan
-        if not math.isfinite(number):
+        number = finite_number(reward)
+        if number is None:
             raise InputError(f"step() returned the reward {reward!r:.80}, not a finite number")
         if not isinstance(done, bool | np.bool_):
             raise InputError(f"step() returned {done!r:.80} as done, not True or False")

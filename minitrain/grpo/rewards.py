@@ -23,6 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from fractions import Fraction
+from math import isfinite
 from typing import Any, Protocol
 from unicodedata import normalize
 
@@ -315,6 +316,16 @@ def call(setting: str, about: str, function: Callable, *arguments: Any) -> Any:
         raise InputError(
             f"{setting} raised {what} {about}, at {last.filename}:{last.lineno}"
         ) from error
+
+
+def finite_number(value: Any) -> float | None:
+    """Return what a user's code calls a number as a float; None if it is none, or not finite."""
+    try:
+        number = float(value)
+    # RuntimeError: a tensor with several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if isfinite(number) else None
 
 
 def keeps_state(reward: Reward) -> bool:

@@ -18,7 +18,14 @@ from torch.distributed import ProcessGroup
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem, ProblemSet, Response
 from minitrain.grpo.environments import Environments, Episode
-from minitrain.grpo.rewards import Reward, call, keeps_state, overlong, reward_state
+from minitrain.grpo.rewards import (
+    Reward,
+    call,
+    finite_number,
+    keeps_state,
+    overlong,
+    reward_state,
+)
 from minitrain.parallel.agreement import gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import Completion, SamplingParams
@@ -215,12 +222,8 @@ class RolloutWorker:
         response = f"for the response {text[:80]!r}"
         setting = f"grpo.reward={name}"
         given = call(setting, response, self.reward, text, problem.answer, problem.row)
-        try:
-            score = float(given)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            # RuntimeError: a tensor with several elements
-            score = math.nan
-        if not math.isfinite(score):
+        score = finite_number(given)
+        if score is None:
             raise InputError(f"{setting} returned {given!r} {response}, and not a finite number")
         return score
 

@@ -137,7 +137,6 @@ class Scheduler:
         self.slots = list(range(rows + 1))[::-1]
         self.arrivals = count()
         self.last_was_prefill = False
-        # decoding steps in the last schedule
         self.preemptions = 0
 
     @property

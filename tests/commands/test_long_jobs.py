@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -209,20 +210,25 @@ def interrupted_tokenize(folder: Path) -> None:
     cli.run(lambda _: dispatch([*words, str(folder / "in")]))
 
 
+def check_stopped(process, number: int, folder: Path, begun: Callable[[], bool]) -> None:
+    """Send a signal once begun() is true, and check the exit code, within 10 seconds."""
+    deadline = time.monotonic() + 100
+    while not begun():
+        assert time.monotonic() < deadline and process.is_alive(), (folder / "log").read_text()
+        time.sleep(0.05)
+    sent = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(20)
+    assert process.exitcode == 128 + number and time.monotonic() < sent + 10
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_tokenize_leaves_nothing(tmp_path, number):
     (tmp_path / "in").mkdir()
     for name in ("a", "b"):
         (tmp_path / "in" / f"{name}.txt").write_text("text")
     process = fork(interrupted_tokenize, tmp_path)
-    deadline = time.monotonic() + 100
-    while len(list((tmp_path / "in").glob("*.begun"))) < 2:
-        assert time.monotonic() < deadline and process.is_alive(), (tmp_path / "log").read_text()
-        time.sleep(0.05)
-    began = time.monotonic()
-    os.kill(process.pid, number)
-    process.join(20)
-    assert process.exitcode == 128 + number and time.monotonic() < began + 10
+    check_stopped(process, number, tmp_path, lambda: len([*tmp_path.glob("in/*.begun")]) == 2)
     line = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     assert (tmp_path / "log").read_text().splitlines()[-1] == line
     assert sorted(os.listdir(tmp_path)) == ["in", "log"]
@@ -281,13 +287,6 @@ def compile_slowly(folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_torch_compiles_ends_the_run_with_a_line(tmp_path, number):
     process = fork(compile_slowly, tmp_path)
-    deadline = time.monotonic() + 100
-    while not (tmp_path / "begun").exists():
-        assert time.monotonic() < deadline and process.is_alive(), (tmp_path / "log").read_text()
-        time.sleep(0.05)
-    began = time.monotonic()
-    os.kill(process.pid, number)
-    process.join(20)
-    assert process.exitcode == 128 + number and time.monotonic() < began + 10
+    check_stopped(process, number, tmp_path, (tmp_path / "begun").exists)
     line = f"{number.name}: ended while torch.compile was at work on the first step"
     assert (tmp_path / "log").read_text().splitlines() == [line]
