@@ -267,7 +267,9 @@ def test_forms_of_fp8_run_the_same_products_on_fp8_units(form):
     group = {"row": 16, "mx": 128}[form]
     places = (128 // group + 8) * group
     more = (2 * 128 + places) / (3 * 128)
-    assert flops(ours, "grouped", 1) == pytest.approx(more * flops(plain, "grouped", 2), rel=1e-12)
+    assert flops(ours, "grouped", 1) == pytest.approx(
+        more * flops(plain, "grouped", 2), rel=1e-12
+    )
     system = "dgx-h100" if form == "mx" else "dgx-b300"
     with pytest.raises(InputError, match=f"fp8.form={form} is not simulated on {system}"):
         time_traces(configs_of[1], {0: ours}, load_system(system))
