@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from minitrain.parallel.agreement import broadcast, broadcast_flag
 from minitrain.run.config.environment import tell_torchrun
-from minitrain.run.launch.interrupts import STOPS, Stopped, above, compiles, stop
+from minitrain.run.launch.interrupts import STOPS, Stopped, above, compiles, end_late
 from minitrain.run.launch.rendezvous import default_store
 
 # probe after 10 idle seconds, then every 5 seconds, at most 3 times
@@ -77,7 +77,9 @@ def until_signal() -> Iterator[Callable[[], str]]:
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         if not step_done and compiles(above(frame)):
-            stop(number, line=while_compiling(number, "first step"))
+            stopped = Stopped(number, while_compiling(number, "first step"))
+            end_late(stopped)
+            raise stopped
         if number == signal.SIGINT and not interrupted:
             interrupted = time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
