@@ -40,7 +40,7 @@ from minitrain.training.packing import Batch
 
 
 class Objective(Protocol):
-    """A loss to learn by. Methods of the protocols above that are not here may be missing."""
+    """A loss to learn by; the docstring of this file has methods that it may have beside these."""
 
     def count(self, batch: Batch) -> int:
         """Return the number of loss terms; the loop divides by that of the step.
