@@ -489,6 +489,6 @@ def tell_next(options: Namespace) -> None:
     else:
         line = f"wrote {file}: python bench.py --report {file} makes a page of it"
     if rank() == 0:
-        if options.trace:
+        if options.trace and not options.dry_run:
             print(f"wrote {options.trace}: see it at https://ui.perfetto.dev", file=sys.stderr)
         print(line, file=sys.stderr)

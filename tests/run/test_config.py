@@ -252,6 +252,7 @@ def test_what_is_written_is_read_back_the_same():
             {"optim": {"newton_schulz": "fp32"}},
             "optim.newton_schulz=fp32 is for optim.name=muon, not adamw",
         ),
+        ({"optim": {"ema": 1}}, "optim.ema=1 would never change the averages"),
         ({"optim": {"final_lr": 2}}, "optim.final_lr=2.0 must be between 0 and 1"),
         ({"optim": 3}, "optim must be a mapping, not int 3"),
         ({"precision": "fp64"}, "precision='fp64' is not one of fp32, bf16, bf16-pure"),

@@ -251,13 +251,14 @@ def _open_documents(
     else:
         train = in_rows(corpus, source)
         held = None
-    # by their names first, because a folder of texts may have many files
-    named = [file for file in files if file.name.endswith((*LINES, *JSON))]
-    records = [file for file in named if holds_records(file, [data.field])]
-    if data.kind == "text" and records:
-        train.notes.append(
-            f"{records[0]} is learned with its braces and keys (data.kind=jsonl takes the key {data.field!r})"
-        )
+    if data.kind == "text":
+        # by their names first, because a folder of texts may have many files
+        named = (file for file in files if file.name.endswith((*LINES, *JSON)))
+        records = next((file for file in named if holds_records(file, [data.field])), None)
+        if records:
+            train.notes.append(
+                f"{records} is learned with its braces and keys (data.kind=jsonl takes the key {data.field!r})"
+            )
     if tokenizer.eos_id is None:
         train.notes.append(
             f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
