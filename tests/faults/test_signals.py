@@ -53,9 +53,8 @@ class OnTerminal:
     def __init__(self, file: Path, *ignored: int):
         start_server()
         self.master, terminal = os.openpty()
-        fcntl.ioctl(
-            terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0)
-        )  # for the progress bar
+        # for the progress bar
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
         self.seen = ""
         arguments = (file, os.ttyname(terminal), list(ignored), dict(os.environ))
         self.process = fork(train_on_terminal, *arguments)

@@ -362,9 +362,8 @@ def test_tiny_twin_runs_forward_and_backward(name):
     logits = model(tokens[:, :-1])
     assert logits.shape == (2, 16, 512)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    assert (
-        abs(loss.item() - torch.log(torch.tensor(512.0)).item()) < 0.2
-    )  # an untrained model is nearly uniform
+    # an untrained model is nearly uniform
+    assert abs(loss.item() - torch.log(torch.tensor(512.0)).item()) < 0.2
     loss.backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all() and parameter.grad.norm() > 0, key

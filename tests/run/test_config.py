@@ -445,9 +445,8 @@ def test_lists_in_a_word():
         assert read(f"data.exclude={value}").data.exclude == ["*.txt", "a b #2", "x,y", "&z"]
     assert read("data.exclude=").data.exclude == read("data.exclude=[]").data.exclude == []
     assert load(os.devnull, ["data.kind=text", "data.path=[a,*.b]"]).data.path == ["a", "*.b"]
-    assert (
-        load(os.devnull, ["data.kind=text", "data.path=a,b"]).data.path == "a,b"
-    )  # a file may be called so
+    # a file may be called so
+    assert load(os.devnull, ["data.kind=text", "data.path=a,b"]).data.path == "a,b"
     assert read("lora.targets=q_proj,v_proj").lora.targets == ["q_proj", "v_proj"]
     with pytest.raises(InputError, match="optim.betas=.0.9. must be two numbers"):
         read("optim.betas=0.9")
