@@ -58,6 +58,7 @@ from minitrain.formats.tensor_files import (
 )
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.frozen import Frozen, frozen_weights, further_parts
 from minitrain.models.lora import is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
@@ -236,11 +237,49 @@ def load_weights(model: Model, path: str | Path) -> None:
 def _read_into(model: Model, weights: Weights) -> None:
     fetch = partial(_fetch, weights.stored)
     # state_dict has buffers too
-    for name, tensor in model.state_dict().items():
-        if not is_adapter(name):
+    tensors = model.state_dict()
+    frozen = frozen_weights(model)
+    further = further_parts(frozen)
+    for name, tensor in tensors.items():
+        if name in frozen:
+            shards = [local_shard(tensors[part]) for part in frozen[name].names]
+            _fill_frozen(frozen[name], shards, weights.sources[name], fetch)
+        elif not is_adapter(name) and name not in further:
             local, slices = local_shard(tensor)
             for piece in weights.sources[name]:
                 _fill(local, slices, piece, fetch)
+
+
+def _fill_frozen(
+    frozen: Frozen, shards: list[tuple[Tensor, Slices]], sources: list[Piece], fetch: Callable
+) -> None:
+    """Fill this rank's shards of what stores a frozen matrix, one expert after the other.
+
+    FP8 of files stays as it is where the store is FP8. Else every rank reads and rounds all of a
+    matrix, so that shards have the numbers of one process.
+    """
+    as_stored = [piece.in_fp8 for piece in sources]
+    if frozen.store == "fp8" and all(as_stored):
+        for (local, slices), pieces in zip(shards, zip(*as_stored, strict=True), strict=True):
+            for piece in pieces:
+                _fill(local, slices, piece, fetch)
+        return
+    everything = tuple(slice(0, n) for n in frozen.shape)
+    # a stack's shards have the same experts
+    (local, (first, *_)), *_ = shards
+    stack = len(frozen.shape) == 3
+    for expert in range(first.start, first.stop) if stack else [None]:
+        where = (slice(expert, expert + 1), *everything[1:]) if stack else everything
+        wide = torch.empty([s.stop - s.start for s in where], device=local.device)
+        for piece in sources:
+            if not stack or piece.region[0].start in (expert, 0):
+                _fill(wide, where, piece, fetch)
+        parts = frozen.parts(wide).values()
+        for (local, slices), part in zip(shards, parts, strict=True):
+            if stack:
+                local[expert - first.start].copy_(part[0][slices[1:]])
+            else:
+                local.copy_(part[slices])
 
 
 def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:

@@ -60,6 +60,8 @@ class Piece(NamedTuple):
     needs: dict
     # read(fetch, slices): return part of the region. slices: relative to its start, without steps
     read: Callable[[Fetch, Slices], Tensor]
+    # of a matrix in FP8: pieces of its bytes, and of its scales for each row and 128 columns
+    in_fp8: "tuple[Piece, Piece] | None" = None
 
 
 def full(shape: Shape) -> Slices:
@@ -210,7 +212,12 @@ def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:
         return stored_part(key, shape, region)
     scales = tuple(-(-n // FP8_BLOCK) for n in shape)
     needs = {key: (shape, ("F8_E4M3",)), key + FP8_SCALE: (scales, FLOATS)}
-    return Piece(region, needs, partial(read_fp8, key))
+    blocks = (*region[:-1], slice(0, scales[-1]))
+    in_fp8 = (
+        Piece(region, needs, lambda fetch, where: fetch(key, where[-2:]).view(torch.uint8)),
+        Piece(blocks, needs, partial(read_scales, key)),
+    )
+    return Piece(region, needs, partial(read_fp8, key), in_fp8)
 
 
 def stored_part(
@@ -237,11 +244,17 @@ def swap(dimensions: tuple) -> tuple:
 
 def read_fp8(key: str, fetch: Fetch, slices: Slices) -> Tensor:
     """Return the values in fp32: each block of 128 x 128 times its own scale (DeepSeek-V3)."""
-    slices = slices[-2:]
+    rows, columns = slices[-2:]
+    scale = read_scales(key, fetch, (rows, slice(0, None)))
+    scale = scale[:, torch.arange(columns.start, columns.stop) // FP8_BLOCK]
+    return fetch(key, (rows, columns)).float() * scale
+
+
+def read_scales(key: str, fetch: Fetch, slices: Slices) -> Tensor:
+    """Return the scales of rows and of blocks of columns, fp32 [rows, columns / 128]."""
+    rows, blocks = slices[-2:]
     scale = fetch(key + FP8_SCALE, ()).float()
-    for dim, part in enumerate(slices):
-        scale = scale.index_select(dim, torch.arange(part.start, part.stop) // FP8_BLOCK)
-    return fetch(key, slices).float() * scale
+    return scale[torch.arange(rows.start, rows.stop) // FP8_BLOCK, blocks]
 
 
 def write_fp8(key: str, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
