@@ -32,6 +32,7 @@ from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
 from minitrain.formats.layouts_hf import (
     EMBEDDING,
+    FP8_SCALE,
     FP8_SETTINGS,
     IN_FP8,
     TIED_HEAD,
@@ -63,6 +64,7 @@ from minitrain.models.lora import is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, local_shard
+from minitrain.settings import Config as Settings
 
 # dtypes by torch's names, which config.json has too, and by the names of settings
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -303,6 +305,28 @@ def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
         wanted.append(slice(first, end))
         inside.append(slice(held.start + first * step - own.start, stop - own.start, step))
     local[tuple(inside)].copy_(piece.read(fetch, tuple(wanted)))
+
+
+def fp8_note(config: Settings) -> list[str]:
+    """Return a note for the user if numbers of FP8 files are not multiplied as they are, or nothing."""
+    path = config.model.path
+    stored = stored_tensors(weight_files(path)) if path else {}
+    scales = [key for key in stored if key.endswith(FP8_SCALE)]
+    lora = config.lora
+    if not scales or (lora and lora.base == "fp8"):
+        return []
+    note = f"note: model.path={path} has weights in FP8"
+    if lora:
+        return [f"{note}, which are stored as lora.base={lora.base} (fp8 keeps them as they are)"]
+    exponents = _fetch(stored, scales[0], ()).float().log2()
+    if config.precision != "fp8" or (
+        config.fp8.form == "block" and torch.equal(exponents, exponents.round())
+    ):
+        return []
+    why = f"fp8.form={config.fp8.form} has other scales"
+    if config.fp8.form == "block":
+        why = "trained weights have scales that are powers of two, theirs are others"
+    return [f"{note}, which are rounded anew: {why}"]
 
 
 def _check_copy(weights: Weights, key: str, name: str) -> None:

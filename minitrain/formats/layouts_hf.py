@@ -25,7 +25,7 @@ from minitrain.formats.families import FAMILIES, PLAIN
 from minitrain.formats.tensor_files import FLOATS, StoredTensor
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.mamba import by_part
-from minitrain.models.quantize import E4M3, quantize
+from minitrain.models.quantize import E4M3, join, quantize, split, spread
 from minitrain.models.wan_config import WanConfig
 from minitrain.parallel.shards import Slices
 
@@ -260,12 +260,26 @@ def read_scales(key: str, fetch: Fetch, slices: Slices) -> Tensor:
 def write_fp8(key: str, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a matrix [out, in] in FP8 and the scales of its blocks: what `read_fp8` reads.
 
-    Scales are powers of two, so fp8.form=block multiplies these very numbers.
+    Scales are powers of two, so fp8.form=block multiplies these very numbers. But a block that
+    `read_fp8` made, with DeepSeek's scale of max / 448, becomes the same bytes again.
     """
     out, into = matrix.shape
+    square = FP8_BLOCK, FP8_BLOCK
     padded = F.pad(matrix.float(), (0, -into % FP8_BLOCK, 0, -out % FP8_BLOCK))
-    x8, inverse = quantize(padded, E4M3, (FP8_BLOCK, FP8_BLOCK))
-    yield key, x8[:out, :into]
+    x8, inverse = quantize(padded, E4M3, square)
+    # [out / 128, 128, in / 128, 128]
+    parts = split(padded, square)
+    chosen = split(x8.float(), square)
+    nearest = parts.abs().amax((-3, -1)) / torch.finfo(E4M3).max
+    # 448 times the scale was rounded: it may be one of the neighbors, too
+    for toward in (nearest, torch.zeros_like(nearest), torch.full_like(nearest, torch.inf)):
+        scale = nearest.nextafter(toward)
+        numbers = (parts / spread(scale)).to(E4M3).float()
+        # [out / 128, in / 128]
+        same = (numbers * spread(scale) == parts).all(-1).all(-2) & (scale > 0)
+        chosen = torch.where(spread(same), numbers, chosen)
+        inverse = torch.where(same, scale, inverse)
+    yield key, join(chosen).to(E4M3)[:out, :into]
     yield key + FP8_SCALE, inverse
 
 

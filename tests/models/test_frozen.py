@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from minitrain import load_pretrained, merge, save_pretrained
 from minitrain.errors import InputError
+from minitrain.formats.peft import adapter_shapes, save_adapter
+from minitrain.models.decoder import Decoder
 from minitrain.models.frozen import (
     NF4,
     STORES,
@@ -19,10 +22,11 @@ from minitrain.models.frozen import (
     to_nf4,
     widen,
 )
-from minitrain.models.lora import is_adapter, merge_adapters
+from minitrain.models.lora import is_adapter, merge_adapters, merged_weight
 from minitrain.models.variants import base_class
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.run.config.load import from_dict
+from minitrain.training.build import initialize
 from tests.helpers.gradients import assert_same_gradients
 from tests.helpers.oracle import plain_model, ragged_batch
 
@@ -202,6 +206,36 @@ def test_merged_weights_are_those_that_were_trained_with(store):
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-6)
     assert {type(m) for m in stored.modules()} == {type(m) for m in wide.modules()}
     assert all(p.requires_grad for p in stored.parameters())
+
+
+def test_adapters_are_merged_into_what_they_were_trained_beside(tmp_path):
+    """By minitrain.merge --base nf4, from files in the types of a run."""
+    tree = TREE | {"model": {"name": "llama3-8b-tiny", "vocab_size": 128, "eos_token_id": 2}}
+    config = from_dict(tree)
+    base = Decoder(config.model.config)
+    initialize(base, 0)
+    save_pretrained(base, tmp_path / "base")
+    lora = config.lora
+    adapters = {
+        name: torch.randn(shape) for name, shape in adapter_shapes(base.config, lora).items()
+    }
+    save_adapter(adapters.items(), base.config, lora, tmp_path / "adapter")
+    folders = [f"--{name}={tmp_path / name}" for name in ("model", "adapter", "out")]
+    folders[0] = f"--model={tmp_path / 'base'}"
+    merge.main([*folders, "--base=nf4"])
+    found = load_pretrained(tmp_path / "out").state_dict()
+    frozen = 0
+    for name, weight in base.state_dict().items():
+        if name.endswith("_proj.weight"):
+            frozen += 1
+            weight = widened("nf4", weight)
+            stem = name.removesuffix("weight")
+            if f"{stem}lora_A" in adapters:
+                weight = merged_weight(
+                    weight, adapters[f"{stem}lora_A"], adapters[f"{stem}lora_B"], lora
+                )
+        torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=1e-6)
+    assert frozen == 7 * config.model.config.num_layers
 
 
 def test_a_model_of_32_billion_weights_fits_one_gpu():
