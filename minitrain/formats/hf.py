@@ -32,13 +32,14 @@ from minitrain.formats.families import FAMILIES, OWN, PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
 from minitrain.formats.layouts_hf import (
     EMBEDDING,
-    FP8_SCALE,
     FP8_SETTINGS,
     IN_FP8,
     TIED_HEAD,
     Config,
     Piece,
     copies,
+    fill,
+    fill_frozen,
     held_depths,
     is_ignored,
     pieces,
@@ -59,12 +60,11 @@ from minitrain.formats.tensor_files import (
 )
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.frozen import Frozen, frozen_weights, further_parts
+from minitrain.models.frozen import frozen_weights, further_parts
 from minitrain.models.lora import is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.parallel.shards import Slices, local_shard
-from minitrain.settings import Config as Settings
 
 # dtypes by torch's names, which config.json has too, and by the names of settings
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -245,88 +245,17 @@ def _read_into(model: Model, weights: Weights) -> None:
     for name, tensor in tensors.items():
         if name in frozen:
             shards = [local_shard(tensors[part]) for part in frozen[name].names]
-            _fill_frozen(frozen[name], shards, weights.sources[name], fetch)
+            fill_frozen(frozen[name], shards, weights.sources[name], fetch)
         elif not is_adapter(name) and name not in further:
             local, slices = local_shard(tensor)
             for piece in weights.sources[name]:
-                _fill(local, slices, piece, fetch)
-
-
-def _fill_frozen(
-    frozen: Frozen, shards: list[tuple[Tensor, Slices]], sources: list[Piece], fetch: Callable
-) -> None:
-    """Fill this rank's shards of what stores a frozen matrix, one expert after the other.
-
-    FP8 of files stays as it is where the store is FP8. Else every rank reads and rounds all of a
-    matrix, so that shards have the numbers of one process.
-    """
-    as_stored = [piece.in_fp8 for piece in sources]
-    if frozen.store == "fp8" and all(as_stored):
-        for (local, slices), pieces in zip(shards, zip(*as_stored, strict=True), strict=True):
-            for piece in pieces:
-                _fill(local, slices, piece, fetch)
-        return
-    everything = tuple(slice(0, n) for n in frozen.shape)
-    # a stack's shards have the same experts
-    (local, (first, *_)), *_ = shards
-    stack = len(frozen.shape) == 3
-    for expert in range(first.start, first.stop) if stack else [None]:
-        where = (slice(expert, expert + 1), *everything[1:]) if stack else everything
-        wide = torch.empty([s.stop - s.start for s in where], device=local.device)
-        for piece in sources:
-            if not stack or piece.region[0].start in (expert, 0):
-                _fill(wide, where, piece, fetch)
-        parts = frozen.parts(wide).values()
-        for (local, slices), part in zip(shards, parts, strict=True):
-            if stack:
-                local[expert - first.start].copy_(part[0][slices[1:]])
-            else:
-                local.copy_(part[slices])
+                fill(local, slices, piece, fetch)
 
 
 def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:
     # pages of a mapped file stay in memory while it is open, so it is closed after each tensor
     with open_tensors(stored[key].file) as file:
         return file.get_slice(stored[key].name)[slices]
-
-
-def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
-    """Copy the part of a piece that falls into `local`. slices: `local`'s place in the parameter."""
-    inside = []
-    wanted = []
-    for own, held in zip(slices, piece.region, strict=True):
-        step = held.step or 1
-        stop = min(own.stop, held.stop)
-        # the piece's first row within `local`, and the one after its last
-        first = max(0, -((held.start - own.start) // step))
-        end = -((held.start - stop) // step)
-        if first >= end:
-            return
-        wanted.append(slice(first, end))
-        inside.append(slice(held.start + first * step - own.start, stop - own.start, step))
-    local[tuple(inside)].copy_(piece.read(fetch, tuple(wanted)))
-
-
-def fp8_note(config: Settings) -> list[str]:
-    """Return a note for the user if numbers of FP8 files are not multiplied as they are, or nothing."""
-    path = config.model.path
-    stored = stored_tensors(weight_files(path)) if path else {}
-    scales = [key for key in stored if key.endswith(FP8_SCALE)]
-    lora = config.lora
-    if not scales or (lora and lora.base == "fp8"):
-        return []
-    note = f"note: model.path={path} has weights in FP8"
-    if lora:
-        return [f"{note}, which are stored as lora.base={lora.base} (fp8 keeps them as they are)"]
-    exponents = _fetch(stored, scales[0], ()).float().log2()
-    if config.precision != "fp8" or (
-        config.fp8.form == "block" and torch.equal(exponents, exponents.round())
-    ):
-        return []
-    why = f"fp8.form={config.fp8.form} has other scales"
-    if config.fp8.form == "block":
-        why = "trained weights have scales that are powers of two, theirs are others"
-    return [f"{note}, which are rounded anew: {why}"]
 
 
 def _check_copy(weights: Weights, key: str, name: str) -> None:

@@ -11,7 +11,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minitrain import load_pretrained
 from minitrain.formats import hf as checkpoint_hf
-from minitrain.formats.hf import fp8_note, load_weights, read_config, save_pretrained
+from minitrain.formats.hf import load_weights, read_config, save_pretrained
+from minitrain.formats.layouts_hf import fp8_note
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import Fp8Linear, in_fp8
 from minitrain.models.fp8 import to_fp8 as multiply_in_fp8

@@ -136,7 +136,7 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
     shape = config.model.config
     notes = list(unread(config))
     if config.model.path and config.task != "diffusion":
-        from minitrain.formats.hf import fp8_note
+        from minitrain.formats.layouts_hf import fp8_note
 
         notes += fp8_note(config)
     if config.lora:
