@@ -362,6 +362,10 @@ class Lora:
     targets: list[str] = setting(default_factory=lambda: list(TARGETS))
     # type in which A and B are stored; they compute in the type of their input
     dtype: Literal["fp32", "bf16"] = "fp32"
+    # how the frozen matrices of the blocks are stored: in the type that computes, in FP8 with a
+    # scale for 128 x 128, or in 4 bits (QLoRA's NF4 with double quantization); computed back for
+    # each product (models/frozen.py)
+    base: Literal["bf16", "fp8", "nf4"] = "bf16"
     # adapters to start from: a folder in PEFT's format or a file of Wan's adapters
     # (formats/peft.py); their rank, alpha, rslora and targets replace those given here
     path: str = ""

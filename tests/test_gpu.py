@@ -16,6 +16,7 @@ from minitrain.data.datasets import open_dataset
 from minitrain.grpo.offload import Memory
 from minitrain.models.attention import Mask, attention
 from minitrain.models.fp8 import to_fp8
+from minitrain.models.frozen import freeze
 from minitrain.models.grouped_mm import has_fast_kernel
 from minitrain.models.layers import GatedMLP, project
 from minitrain.models.moe import Experts
@@ -284,6 +285,31 @@ def test_training_in_each_form_is_as_exact_as_on_the_cpu(form):
     for name, update in exact.items():
         error, usual = ((each[name] - update).norm() / update.norm() for each in (ours, on_cpu))
         assert error < 1.5 * usual < 0.3, f"{name}: {error:.1e}, on the CPU {usual:.1e}"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("store", ["fp8", "nf4"])
+def test_products_with_frozen_weights_equal_those_on_cpu(store, compiled):
+    """Of the same bytes: in fp32 only the order of sums differs."""
+    if store == "fp8" and torch.cuda.get_device_capability() < (8, 9) and compiled:
+        pytest.skip("the compiler has no e4m3 there")
+
+    def passes(device):
+        generator = torch.Generator().manual_seed(0)
+        linear = torch.nn.Linear(256, 384, bias=False).requires_grad_(False)
+        torch.nn.init.normal_(linear.weight, generator=generator)
+        freeze([torch.nn.ModuleList([linear])], store)
+        linear.to(device)
+        x, upstream = (torch.randn(100, n, generator=generator).to(device) for n in (256, 384))
+        run = torch.compile(linear, fullgraph=True) if compiled and device == "cuda" else linear
+        y = run(x.requires_grad_())
+        return [*linear.parameters(), y.detach(), torch.autograd.grad(y, x, upstream)[0]]
+
+    for ours, right in zip(passes("cuda"), passes("cpu"), strict=True):
+        if ours.dtype == torch.uint8:
+            assert torch.equal(ours.cpu(), right)
+        else:
+            assert (ours.cpu() - right).norm() < 1e-3 * right.norm()
 
 
 @has_fp8

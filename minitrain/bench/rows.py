@@ -26,6 +26,7 @@ SOURCES = {
     "25.04-performance-summary.html",
     "NeMo RL": "https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html",
     "NeMo DFM": "https://github.com/NVIDIA-NeMo/DFM",
+    "Megatron-Bridge": "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance-summary.md",
     "Surogate": "https://github.com/invergent-ai/surogate/blob/main/docs/reference/benchmarks.md",
 }
 

@@ -4,6 +4,9 @@
 run's out_dir; for Wan it can also be a file as diffusers, ComfyUI or musubi-tuner write it. --out
 becomes a model like any other, in the base model's type. Its tokenizer and chat template are the
 adapter's, or else the base model's.
+
+Adapters of a run with lora.base=nf4 were trained beside rounded weights. With --base nf4 they are
+added to these, as in training; without it, to those of --model, which is usually as good.
 """
 
 import shutil
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 OPTIONS = dict.fromkeys(
     ("--model", "--adapter", "--out"), (cli.home_path, ..., "a folder: see above")
-)
+) | {"--base": (["bf16", "fp8", "nf4"], "bf16", "the run's lora.base: see above")}
 
 
 def main(arguments: list[str]) -> None:
@@ -33,11 +36,14 @@ def main(arguments: list[str]) -> None:
             )
     if Path(options.out, "config.json").exists():
         raise InputError(f"--out {options.out} holds a model already (name a new folder)")
-    merge(options.model, options.adapter, options.out)
+    merge(options.model, options.adapter, options.out, options.base)
 
 
-def merge(base: str, adapter: str, out: str) -> None:
-    """Add the adapter's weights to the base model's, and write the result with its tokenizer."""
+def merge(base: str, adapter: str, out: str, stored: str = "bf16") -> None:
+    """Add the adapter's weights to the base model's, and write the result with its tokenizer.
+
+    stored: the lora.base of its training, see `load_merged`.
+    """
     from minitrain.data.tokenizer import (
         CHAT_TEMPLATE,
         check_free_of_tokenizer,
@@ -60,7 +66,7 @@ def merge(base: str, adapter: str, out: str) -> None:
     end = None
     if tokenizer and (tokenizer.chat_template or template.exists()):
         end = chat_end(tokenizer)
-    model = load_merged(base, adapter)
+    model = load_merged(base, adapter, base=stored)
     # Video models have no end token.
     if isinstance(model, Decoder):
         if model.config.eos_token_id is None and tokenizer:

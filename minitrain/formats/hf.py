@@ -38,6 +38,8 @@ from minitrain.formats.layouts_hf import (
     Config,
     Piece,
     copies,
+    fill,
+    fill_frozen,
     held_depths,
     is_ignored,
     pieces,
@@ -58,6 +60,7 @@ from minitrain.formats.tensor_files import (
 )
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.frozen import frozen_weights, further_parts
 from minitrain.models.lora import is_adapter
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import empty_model
@@ -236,34 +239,23 @@ def load_weights(model: Model, path: str | Path) -> None:
 def _read_into(model: Model, weights: Weights) -> None:
     fetch = partial(_fetch, weights.stored)
     # state_dict has buffers too
-    for name, tensor in model.state_dict().items():
-        if not is_adapter(name):
+    tensors = model.state_dict()
+    frozen = frozen_weights(model)
+    further = further_parts(frozen)
+    for name, tensor in tensors.items():
+        if name in frozen:
+            shards = [local_shard(tensors[part]) for part in frozen[name].names]
+            fill_frozen(frozen[name], shards, weights.sources[name], fetch)
+        elif not is_adapter(name) and name not in further:
             local, slices = local_shard(tensor)
             for piece in weights.sources[name]:
-                _fill(local, slices, piece, fetch)
+                fill(local, slices, piece, fetch)
 
 
 def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:
     # pages of a mapped file stay in memory while it is open, so it is closed after each tensor
     with open_tensors(stored[key].file) as file:
         return file.get_slice(stored[key].name)[slices]
-
-
-def _fill(local: Tensor, slices: Slices, piece: Piece, fetch: Callable) -> None:
-    """Copy the part of a piece that falls into `local`. slices: `local`'s place in the parameter."""
-    inside = []
-    wanted = []
-    for own, held in zip(slices, piece.region, strict=True):
-        step = held.step or 1
-        stop = min(own.stop, held.stop)
-        # the piece's first row within `local`, and the one after its last
-        first = max(0, -((held.start - own.start) // step))
-        end = -((held.start - stop) // step)
-        if first >= end:
-            return
-        wanted.append(slice(first, end))
-        inside.append(slice(held.start + first * step - own.start, stop - own.start, step))
-    local[tuple(inside)].copy_(piece.read(fetch, tuple(wanted)))
 
 
 def _check_copy(weights: Weights, key: str, name: str) -> None:

@@ -22,12 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.formats.families import FAMILIES, PLAIN
-from minitrain.formats.tensor_files import FLOATS, StoredTensor
+from minitrain.formats.tensor_files import (
+    FLOATS,
+    StoredTensor,
+    open_tensors,
+    stored_tensors,
+    weight_files,
+)
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.frozen import Frozen
 from minitrain.models.mamba import by_part
-from minitrain.models.quantize import E4M3, quantize
+from minitrain.models.quantize import E4M3, join, quantize, split, spread
 from minitrain.models.wan_config import WanConfig
 from minitrain.parallel.shards import Slices
+from minitrain.settings import Config as Settings
 
 # the output head, which some files hold although it is tied to the embedding
 TIED_HEAD = "lm_head.weight"
@@ -60,6 +68,8 @@ class Piece(NamedTuple):
     needs: dict
     # read(fetch, slices): return part of the region. slices: relative to its start, without steps
     read: Callable[[Fetch, Slices], Tensor]
+    # of a matrix in FP8: pieces of its bytes, and of its scales for each row and 128 columns
+    in_fp8: "tuple[Piece, Piece] | None" = None
 
 
 def full(shape: Shape) -> Slices:
@@ -201,6 +211,58 @@ def is_ignored(key: str, config: Config) -> bool:
     return any(re.fullmatch(pattern, key) for pattern in patterns)
 
 
+# --- from pieces into parameters
+
+
+def fill(local: Tensor, slices: Slices, piece: Piece, fetch: Fetch) -> None:
+    """Copy the part of a piece that falls into `local`. slices: `local`'s place in the parameter."""
+    inside = []
+    wanted = []
+    for own, held in zip(slices, piece.region, strict=True):
+        step = held.step or 1
+        stop = min(own.stop, held.stop)
+        # the piece's first row within `local`, and the one after its last
+        first = max(0, -((held.start - own.start) // step))
+        end = -((held.start - stop) // step)
+        if first >= end:
+            return
+        wanted.append(slice(first, end))
+        inside.append(slice(held.start + first * step - own.start, stop - own.start, step))
+    local[tuple(inside)].copy_(piece.read(fetch, tuple(wanted)))
+
+
+def fill_frozen(
+    frozen: Frozen, shards: list[tuple[Tensor, Slices]], sources: list[Piece], fetch: Fetch
+) -> None:
+    """Fill this rank's shards of what stores a frozen matrix, one expert after the other.
+
+    FP8 of files stays as it is where the store is FP8. Else every rank reads and rounds all of a
+    matrix, so that shards have the numbers of one process.
+    """
+    as_stored = [piece.in_fp8 for piece in sources]
+    if frozen.store == "fp8" and all(as_stored):
+        for (local, slices), pieces in zip(shards, zip(*as_stored, strict=True), strict=True):
+            for piece in pieces:
+                fill(local, slices, piece, fetch)
+        return
+    everything = tuple(slice(0, n) for n in frozen.shape)
+    # a stack's shards have the same experts
+    (local, (first, *_)), *_ = shards
+    stack = len(frozen.shape) == 3
+    for expert in range(first.start, first.stop) if stack else [None]:
+        where = (slice(expert, expert + 1), *everything[1:]) if stack else everything
+        wide = torch.empty([s.stop - s.start for s in where], device=local.device)
+        for piece in sources:
+            if not stack or piece.region[0].start in (expert, 0):
+                fill(wide, where, piece, fetch)
+        parts = frozen.parts(wide).values()
+        for (local, slices), part in zip(shards, parts, strict=True):
+            if stack:
+                local[expert - first.start].copy_(part[0][slices[1:]])
+            else:
+                local.copy_(part[slices])
+
+
 # --- single pieces
 
 
@@ -210,7 +272,12 @@ def matrix(key: str, shape: Shape, region: Slices, stored: Stored) -> Piece:
         return stored_part(key, shape, region)
     scales = tuple(-(-n // FP8_BLOCK) for n in shape)
     needs = {key: (shape, ("F8_E4M3",)), key + FP8_SCALE: (scales, FLOATS)}
-    return Piece(region, needs, partial(read_fp8, key))
+    blocks = (*region[:-1], slice(0, scales[-1]))
+    in_fp8 = (
+        Piece(region, needs, lambda fetch, where: fetch(key, where[-2:]).view(torch.uint8)),
+        Piece(blocks, needs, partial(read_scales, key)),
+    )
+    return Piece(region, needs, partial(read_fp8, key), in_fp8)
 
 
 def stored_part(
@@ -237,23 +304,66 @@ def swap(dimensions: tuple) -> tuple:
 
 def read_fp8(key: str, fetch: Fetch, slices: Slices) -> Tensor:
     """Return the values in fp32: each block of 128 x 128 times its own scale (DeepSeek-V3)."""
-    slices = slices[-2:]
+    rows, columns = slices[-2:]
+    scale = read_scales(key, fetch, (rows, slice(0, None)))
+    scale = scale[:, torch.arange(columns.start, columns.stop) // FP8_BLOCK]
+    return fetch(key, (rows, columns)).float() * scale
+
+
+def read_scales(key: str, fetch: Fetch, slices: Slices) -> Tensor:
+    """Return the scales of rows and of blocks of columns, fp32 [rows, columns / 128]."""
+    rows, blocks = slices[-2:]
     scale = fetch(key + FP8_SCALE, ()).float()
-    for dim, part in enumerate(slices):
-        scale = scale.index_select(dim, torch.arange(part.start, part.stop) // FP8_BLOCK)
-    return fetch(key, slices).float() * scale
+    return scale[torch.arange(rows.start, rows.stop) // FP8_BLOCK, blocks]
 
 
 def write_fp8(key: str, matrix: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a matrix [out, in] in FP8 and the scales of its blocks: what `read_fp8` reads.
 
-    Scales are powers of two, so fp8.form=block multiplies these very numbers.
+    Scales are powers of two, so fp8.form=block multiplies these very numbers. But a block that
+    `read_fp8` made, with DeepSeek's scale of max / 448, becomes the same bytes again.
     """
     out, into = matrix.shape
+    square = FP8_BLOCK, FP8_BLOCK
     padded = F.pad(matrix.float(), (0, -into % FP8_BLOCK, 0, -out % FP8_BLOCK))
-    x8, inverse = quantize(padded, E4M3, (FP8_BLOCK, FP8_BLOCK))
-    yield key, x8[:out, :into]
+    x8, inverse = quantize(padded, E4M3, square)
+    # [out / 128, 128, in / 128, 128]
+    parts = split(padded, square)
+    chosen = split(x8.float(), square)
+    nearest = parts.abs().amax((-3, -1)) / torch.finfo(E4M3).max
+    # 448 times the scale was rounded: it may be one of the neighbors, too
+    for toward in (nearest, torch.zeros_like(nearest), torch.full_like(nearest, torch.inf)):
+        scale = nearest.nextafter(toward)
+        numbers = (parts / spread(scale)).to(E4M3).float()
+        # [out / 128, in / 128]
+        same = (numbers * spread(scale) == parts).all(-1).all(-2) & (scale > 0)
+        chosen = torch.where(spread(same), numbers, chosen)
+        inverse = torch.where(same, scale, inverse)
+    yield key, join(chosen).to(E4M3)[:out, :into]
     yield key + FP8_SCALE, inverse
+
+
+def fp8_note(config: Settings) -> list[str]:
+    """Return a note for the user if numbers of FP8 files are not multiplied as they are, or nothing."""
+    path = config.model.path
+    stored = stored_tensors(weight_files(path)) if path else {}
+    scales = [key for key in stored if key.endswith(FP8_SCALE)]
+    lora = config.lora
+    if not scales or (lora and lora.base == "fp8"):
+        return []
+    note = f"note: model.path={path} has weights in FP8"
+    if lora:
+        return [f"{note}, which are stored as lora.base={lora.base} (fp8 keeps them as they are)"]
+    with open_tensors(stored[scales[0]].file) as file:
+        exponents = file.get_tensor(scales[0]).float().log2()
+    if config.precision != "fp8" or (
+        config.fp8.form == "block" and torch.equal(exponents, exponents.round())
+    ):
+        return []
+    why = f"fp8.form={config.fp8.form} has other scales"
+    if config.fp8.form == "block":
+        why = "trained weights have scales that are powers of two, theirs are others"
+    return [f"{note}, which are rounded anew: {why}"]
 
 
 def mxfp4_expert(name: str, shape: Shape, region: Slices) -> Piece:

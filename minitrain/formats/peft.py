@@ -50,6 +50,7 @@ from minitrain.formats.tensor_files import (
     write_tensors,
 )
 from minitrain.formats.wan_names import adapter_place, original_name
+from minitrain.models.frozen import freeze, thaw
 from minitrain.models.lora import (
     add_adapters,
     check_targets,
@@ -286,10 +287,21 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
 
 
 def load_merged(
-    path: str | Path, adapter: str | Path | None, dtype: torch.dtype | None = None, device=None
+    path: str | Path,
+    adapter: str | Path | None,
+    dtype: torch.dtype | None = None,
+    device=None,
+    base: str = "bf16",
 ) -> nn.Module:
-    """Return a model as `load_pretrained` does, with the adapters of a folder merged into it."""
+    """Return a model as `load_pretrained` does, with the adapters of a folder merged into it.
+
+    base: the lora.base of their training: first round the model's weights so.
+    """
     model = load_pretrained(path, dtype, device)
+    if base != "bf16":
+        freeze(model.blocks, base)
+        thaw(model, next(model.parameters()).dtype)
+        model.requires_grad_(True)
     if adapter:
         load_adapter(model, adapter)
         merge_adapters(model)

@@ -7,10 +7,9 @@ A family is a choice of these fields. `zoo.py` holds their values for each publi
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 from minitrain.errors import Faults, InputError, refuse
-from minitrain.models.limits import check_fields
 
 # values of `mlp`, for layers.py and for experts in moe.py
 DENSE_MLPS = ("swiglu", "relu2", "gelu")
@@ -36,6 +35,30 @@ LAYER_PARTS = {
     "E": (None, "moe"),
     "-": (None, "mlp"),
 }
+
+# The largest sizes: above those of any model, and below those that overflow or take minutes to
+# allocate. A config.json may be wrong or hostile, and the model is built before weights are read.
+LIMITS = {
+    "num_layers": 1_000,
+    "num_nextn_predict_layers": 64,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 30,
+    "sliding_window": 1 << 30,
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "intermediate_size",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "moe_latent_size",
+            "ffn_dim",
+            "dim",
+        ),
+        1 << 20,
+    ),
+}
+# numbers of heads and experts, widths of heads, ranks of projections
+DEFAULT_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -351,3 +374,29 @@ def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[in
     for ids in (*known, config.eos_token_id, config.generation_config.get("eos_token_id")):
         found += ids if isinstance(ids, list) else [ids]
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+
+
+def check_fields(config) -> None:
+    """Raise InputError for a config's unknown words, negative floats, and sizes out of bounds.
+
+    A size may be 0 if that is its default: the model then has no such part.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type is int:
+            check_size(field.name, value, min(field.default, 1))
+        elif field.type is float and value < 0:
+            raise InputError(f"model.{field.name}={value!r} must be at least 0")
+        elif get_origin(field.type) is Literal and value not in get_args(field.type):
+            known = ", ".join(get_args(field.type))
+            raise InputError(f"model.{field.name}={value!r} is not one of {known}")
+
+
+def check_size(name: str, value: int, least: int = 1) -> None:
+    """Raise InputError for a size `name` of a model that is below `least` or absurdly large."""
+    if value < least:
+        raise InputError(f"model.{name}={value} must be at least {least}")
+    if value > LIMITS.get(name, DEFAULT_LIMIT):
+        raise InputError(
+            f"model.{name}={value} must be at most {LIMITS.get(name, DEFAULT_LIMIT):,}"
+        )

@@ -139,12 +139,15 @@ def sizes_divisible(matrix: Tensor, multiple: int) -> bool:
 def in_fp8(module: nn.Module, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a module's matrix in FP8, [out, in], its inverse scales, and a column-major copy.
 
-    If the parameter is a `weight_placeholder`, FSDP has gathered them; else the matrix is rounded
-    now. The copy is None unless FSDP keeps one.
+    If the parameter is a `weight_placeholder`, FSDP has gathered them; if it is FP8 it stays;
+    else it is rounded now. The copy is None unless FSDP keeps one.
     """
     matrix = getattr(module, name)
     if is_placeholder(matrix):
         return module.gathered[name]
+    if matrix.dtype == torch.uint8:
+        # frozen, as bytes (frozen.py); the rows of a block have the same scales
+        return matrix.view(E4M3), module.weight_scale_inv[:: FORMS["block"].multiple], None
     # an expert's is a stack of one, [1, out, in]
     return *quantize(matrix.squeeze(0), E4M3, FORMS[module.form].weight_block), None
 

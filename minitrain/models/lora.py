@@ -9,7 +9,7 @@
 
 An adapted Linear is still a Linear with its weight, under the same names. A and B are further
 parameters of it, `lora_A` and `lora_B`, so checkpoints, sharding and number formats of the base
-need not know of adapters. A stack of experts [experts, out, in] gets stacks of As and Bs. Tensor
+(fp8.py, frozen.py) need not know of adapters. A stack of experts [experts, out, in] gets stacks of As and Bs. Tensor
 parallelism splits both with the Linear: see parallel/tensor.py.
 
 The products with A and B are thin: memory traffic bounds them. Therefore
@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.errors import InputError
+from minitrain.models.frozen import thaw
 from minitrain.models.grouped_mm import grouped_mm
 from minitrain.models.moe import Experts
 from minitrain.models.variants import base_class, in_tuples, set_variant
@@ -452,7 +453,12 @@ torch.library.register_fake("minitrain::add_product", lambda total, a, b: None)
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every update to its weight, remove the adapters, and unfreeze `model`, not sharded."""
+    """Add every update to its weight, remove the adapters, and unfreeze `model`, not sharded.
+
+    Weights that are stored in fewer bits (frozen.py) become what products took them for, in the
+    type of the model's first parameter.
+    """
+    thaw(model, next(model.parameters()).dtype)
     for module, name in adaptable_weights(model).values():
         name_a, name_b = adapter_names(name)
         if not hasattr(module, name_a):

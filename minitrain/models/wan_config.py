@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from minitrain.errors import InputError
-from minitrain.models.limits import check_fields, check_size
+from minitrain.models.decoder_config import check_fields, check_size
 
 
 @dataclass(frozen=True)

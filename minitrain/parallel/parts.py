@@ -22,8 +22,11 @@ from torch.distributed.tensor import (
 )
 from torch.nn import Module
 
-# the dimension of an adapter's matrix that is LoRA's rank: A is [rank, in], B is [out, rank]
-RANK_DIM = {"lora_A": -2, "lora_B": -1}
+from minitrain.errors import InputError
+
+# The dimension that is neither in nor out, by the ends of names: that is LoRA's rank, where A is
+# [rank, in], B is [out, rank]; and two numbers for each row of a frozen matrix (models/frozen.py).
+OTHER_DIM = {"lora_A": -2, "lora_B": -1, "_ends": -1}
 
 
 def split_parameters(
@@ -33,24 +36,37 @@ def split_parameters(
 
     Before, they are equal on all ranks. DTensors stay as they are.
     start: take only parameters whose names begin so.
-    Two kinds are replicated instead. One is an adapter's matrix that would be split along LoRA's
-    rank. The other is the bias [out] of a row-parallel weight, which lacks dimension 1. Its name
-    becomes `module.added_by_all`: each rank adds it, so `use_local_tensors` divides it by their
-    number.
+    Two kinds are replicated instead. One would be split along a dimension of OTHER_DIM. The other
+    is the bias [out] of a row-parallel weight, which lacks dimension 1. Its name becomes
+    `module.added_by_all`: each rank adds it, so `use_local_tensors` divides it by their number.
+    Raises InputError for a frozen matrix of which ranks would get parts of what shares a scale.
     """
     split = placement.dim if isinstance(placement, Shard) else None
     for name, parameter in list(module.named_parameters(recurse=False)):
         if not name.startswith(start) or isinstance(parameter, DTensor):
             continue
         lacks_dim = split == parameter.ndim
-        is_rank = any(
-            name.endswith(end) and split == parameter.ndim + dim for end, dim in RANK_DIM.items()
+        is_other = any(
+            name.endswith(end) and split == parameter.ndim + dim for end, dim in OTHER_DIM.items()
         )
         if lacks_dim:
             module.added_by_all = name
-        where = [Replicate() if lacks_dim or is_rank else placement]
+        elif split == parameter.ndim - 1:
+            check_columns(module, name, mesh.size())
+        where = [Replicate() if lacks_dim or is_other else placement]
         part = distribute_tensor(parameter.detach(), mesh, where, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+def check_columns(module: Module, name: str, ranks: int) -> None:
+    """Raise InputError if ranks cannot share the columns of a frozen matrix (models/frozen.py)."""
+    width = getattr(module, "widths", {}).get(name, 0)
+    if width and width % (module.columns * ranks):
+        most = max(1, width // module.columns)
+        raise InputError(
+            f"lora.base={module.store}: parallel.tp={ranks} cuts columns of which {module.columns} share a "
+            f"scale, in a matrix with {width} (use a tp that divides {most}, or lora.base=bf16)"
+        )
 
 
 # not compiled: graphs take plain tensors, since with DTensors some fail in torch 2.13

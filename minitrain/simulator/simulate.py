@@ -110,6 +110,7 @@ def time_traces(
 ) -> Simulation:
     """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all of the step."""
     check_units(config, system)
+    system = replace(system, fp8=system.fp8 * system.fp8_shares[config.fp8.form])
     # places with the same layers share a trace, which is played once
     distinct = {id(trace): trace for trace in traces.values()}
     played = {key: play(trace, system, config.compile) for key, trace in distinct.items()}

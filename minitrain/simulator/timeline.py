@@ -73,6 +73,8 @@ class System:
     # FLOP/s of matrix products
     bf16: float
     fp8: float
+    # of `fp8`, by fp8.form
+    fp8_shares: dict[str, float]
     # attention kernels, by the form of mask: full, causal or flex
     attention: dict[str, Attention]
     # number of multiprocessors: tiles of a matrix product that run at a time

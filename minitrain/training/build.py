@@ -15,6 +15,7 @@ from minitrain.models.cpu import use_cpu_linears
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import to_fp8
 from minitrain.models.fp8_forms import dequantized_note
+from minitrain.models.frozen import freeze, frozen_weights, further_parts
 from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
 from minitrain.models.router import Router
 from minitrain.models.wan import Wan
@@ -94,6 +95,8 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
             form=config.fp8.form,
             experts_tp=1 if p.ep > 1 else p.tp,
         )
+    if config.lora and config.lora.base != "bf16":
+        freeze(model.blocks, config.lora.base)
     if getattr(model, "further_layers", ()) and not trains_further(config):
         for layer in model.further_layers:
             layer.requires_grad_(False)
@@ -131,13 +134,19 @@ def initialize(
     wanted(name): says whether to fill a tensor.
     Each rank draws one full tensor at a time and keeps its shard, so layouts do not matter.
     """
-    for name, parameter in model.state_dict().items():
-        if not wanted(name):
+    tensors = model.state_dict()
+    frozen = frozen_weights(model)
+    further = further_parts(frozen)
+    for name, parameter in tensors.items():
+        if not wanted(name) or name in further:
             continue
-        generator = torch.Generator(parameter.device).manual_seed(seed_of(f"{seed}/{name}"))
         # a DTensor's shape is that of the full tensor
-        full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        shape = frozen[name].shape if name in frozen else parameter.shape
+        generator = torch.Generator(parameter.device).manual_seed(seed_of(f"{seed}/{name}"))
+        full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         fill = initialize_adapter if is_adapter(name) else model.initialize_parameter
         fill(name, full, generator)
-        part, slices = local_shard(parameter)
-        part.copy_(full[slices])
+        parts = frozen[name].parts(full) if name in frozen else {name: full}
+        for each, values in parts.items():
+            part, slices = local_shard(tensors[each])
+            part.copy_(values[slices])

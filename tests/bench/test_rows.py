@@ -13,10 +13,10 @@ from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
 from minitrain.run.config import recipes
 from minitrain.run.config.layout_checks import check_layout
-from minitrain.run.config.load import load
+from minitrain.run.config.load import load, to_dict
 from minitrain.simulator import simulate
 from minitrain.training.build import make_model
-from tests.helpers.published import ROWS, SINGLE
+from tests.helpers.published import MXFP8, ROWS, SINGLE
 
 REFERENCES = published_rows()
 CONFIG_OF = {reference["id"]: name for name, reference in REFERENCES.items()}
@@ -137,7 +137,29 @@ def test_the_list_has_them_all_in_a_terminals_width():
         assert reference["system"] == f"DGX-{system}" and gpus == str(reference["gpus"])
 
 
-@pytest.mark.parametrize("model", SINGLE)
+@pytest.mark.parametrize("model", sorted(SINGLE))
+@pytest.mark.parametrize("base", ["fp8", "nf4"])
+def test_rows_with_frozen_weights_in_fewer_bits_are_as_published(model, base):
+    """Only what is stored differs from the row in BF16: Surogate's rates, or Unsloth's where it has none."""
+    row, name = SINGLE[model], f"one-gpu/{model}-qlora-{base}"
+    config, reference = load(CONFIGS / f"{name}.yaml"), one_gpu_rows()[name]
+    rates = {"Surogate": row.get(f"base_{base}"), "Unsloth": row.get(f"unsloth_{base}")}
+    published = [rate for rate in rates.values() if rate]
+    assert reference["tokens_per_sec_per_gpu"] == published[0]
+    other = f"Unsloth {published[1]:,}" if len(published) > 1 else None
+    assert reference.get("others") == other
+    shape = config.model.config
+    sizes = [shape.hidden_size, shape.intermediate_size, shape.num_layers]
+    assert [*sizes, shape.num_attention_heads] == row["model"]
+    config.lora.base, config.recompute = "bf16", "none"
+    alike = CONFIGS / f"one-gpu/{'qwen3-8b' if model == 'qwen3-32b' else model}-lora-bf16.yaml"
+    plain = load(alike)
+    config.model, config.reference = plain.model, plain.reference
+    assert to_dict(config) == to_dict(plain)
+    check_layout(config, reference["gpus"])
+
+
+@pytest.mark.parametrize("model", [model for model, row in SINGLE.items() if "bf16" in row])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_rows_of_one_gpu_are_as_published(model, precision):
     row, name = SINGLE[model], f"one-gpu/{model}-lora-{precision}"
@@ -156,6 +178,26 @@ def test_rows_of_one_gpu_are_as_published(model, precision):
     other = f"Unsloth {row['unsloth_bf16']:,}" if precision == "bf16" else None
     assert reference.get("others") == other
     check_layout(config, reference["gpus"])
+
+
+@pytest.mark.parametrize("row", MXFP8, ids=lambda row: row["config"])
+def test_rows_in_mxfp8_are_as_published(row):
+    """They are in no table that is counted."""
+    file = CONFIGS / f"megatron-bridge/{row['config']}.yaml"
+    config, reference = load(file), read_row(file)["reference"]
+    p = config.parallel
+    check_layout(config, row["gpus"])
+    assert (p.tp, p.pp, p.cp, p.vp) == (row["tp"], row["pp"], row["cp"], row.get("vp", 1))
+    assert p.ep == row.get("ep", 1)
+    assert (config.batch.global_, config.batch.micro) == (row["gbs"], row["mbs"])
+    assert config.batch.seq_len == row["seq"]
+    assert (config.precision, config.fp8.form, row["precision"]) == ("fp8", "mx", "MXFP8")
+    # torch has grouped products in MXFP8 for compute capability 10.0 alone
+    experts = bool(getattr(config.model.config, "num_experts", 0))
+    assert config.fp8.experts == (experts and "300" not in row["system"])
+    assert reference["tokens_per_sec_per_gpu"] == row["tokens_per_s_per_gpu"]
+    for key in ("id", "system", "gpus", "tflops_per_gpu"):
+        assert reference[key] == row[key]
 
 
 def one_gpu_rows() -> dict[str, dict]:

@@ -89,6 +89,46 @@ def test_experts(pool, random_adapters, model, names, lora):
     )
 
 
+@pytest.mark.parametrize(
+    ("base", "names", "changes"),
+    [
+        ("nf4", ("fsdp", "tp", "recompute"), {}),
+        ("fp8", ("pp", "fsdp"), {}),
+        ("nf4", (), {"model": "mixtral-8x7b-tiny", "parallel": {"dp_shard": 4, "ep": 2}}),
+        ("nf4", ("tp",), {"model": {"name": "mixtral-8x7b-tiny", "moe_intermediate_size": 128}}),
+        # fewer key/value heads than ranks
+        ("fp8", (), {"parallel": {"tp": 4}}),
+    ],
+    ids=str,
+)
+def test_frozen_weights_in_fewer_bits(pool, random_adapters, base, names, changes):
+    """Their bytes are those of one process, and so are the gradients of what is beside them."""
+    tree = combine(*names)
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "head_dim": 128,
+    }
+    tree["model"] = tree["model"] | sizes
+    tree["lora"] = (EXPERTS if "model" in changes else LORA)["lora"] | {"base": base}
+    tree |= changes
+    # grouped products have no fp64
+    precise = {"tolerance": 1e-5} if "model" in changes else {"double": True}
+    check_against_one_process(
+        pool, ranks(tree), tree, 1, batch=packed_batch, run=train_adapters, **precise
+    )
+
+
+def test_columns_that_share_a_scale_stay_together(pool):
+    tree = combine("tp") | {"lora": {"base": "nf4"}}
+    tree["model"] |= {"intermediate_size": 192}
+    with pytest.raises(
+        Exception, match=r"lora.base=nf4: parallel.tp=2 cuts columns .*\(use a tp that"
+    ):
+        pool.run(2, train_adapters, tree)
+
+
 def read_adapters(tree):
     config = from_dict(tree | {"device": "cpu"})
     model = make_trainer(config, start(config)).model

@@ -12,10 +12,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from minitrain import load_pretrained
 from minitrain.formats import hf as checkpoint_hf
 from minitrain.formats.hf import load_weights, read_config, save_pretrained
+from minitrain.formats.layouts_hf import fp8_note
 from minitrain.models.decoder import Decoder
 from minitrain.models.fp8 import Fp8Linear, in_fp8
 from minitrain.models.fp8 import to_fp8 as multiply_in_fp8
+from minitrain.models.frozen import freeze, frozen_weights
 from minitrain.models.quantize import dequantize, quantize
+from minitrain.models.variants import base_class
+from minitrain.models.zoo import empty_model
+from minitrain.run.config.load import from_dict
+from minitrain.run.launch.start import make_trainer, start
 from tests.helpers.hf_models import (
     CONFIGS,
     HYBRID_CONFIGS,
@@ -212,6 +218,113 @@ def test_families_without_fp8_files_are_not_saved_so(tmp_path):
 def test_fp8_blocks(fp8):
     quantised, plain = fp8
     assert_same_weights(load_pretrained(quantised, dtype=torch.float32), load_pretrained(plain))
+
+
+def test_fp8_files_are_written_again_to_the_byte(fp8, tmp_path):
+    """Their scales, of max / 448, are no powers of two."""
+    save_pretrained(load_pretrained(fp8[0], torch.float32), tmp_path / "again", fp8=True)
+    found, expected = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "again", fp8[0])
+    )
+    scales = [key for key in found if key.endswith("_scale_inv")]
+    assert len(scales) > 60 and all((found[key].log2() % 1).any() for key in scales)
+    for scale in scales:
+        key = scale.removesuffix("_scale_inv")
+        assert torch.equal(found[scale], expected[scale]), scale
+        assert torch.equal(found[key].view(torch.uint8), expected[key].view(torch.uint8)), key
+
+
+def lora_on(path, **changes):
+    """A trainer of adapters on the model in a folder, on this process."""
+    tree = {
+        "task": "lora",
+        "model": {"path": str(path)},
+        "batch": {"global": 1, "micro": 1, "seq_len": 16},
+        "device": "cpu",
+        "compile": False,
+        "precision": "fp32",
+    }
+    config = from_dict(tree | changes)
+    return make_trainer(config, start(config)).model
+
+
+def test_frozen_fp8_has_the_bytes_of_the_files(fp8):
+    """Of Linears and of experts, whose gate and up take turns; and products with what these mean."""
+    targets = {"targets": ["o_proj", "down_proj", "experts.down_proj"]}
+    stored = lora_on(fp8[0], lora=targets | {"base": "fp8"})
+    file = load_file(fp8[0] / "model.safetensors")
+    tensors = stored.state_dict()
+    whole = [key for key in frozen_weights(stored) if ".experts." not in key and key in file]
+    assert len(whole) > 15
+    for key in whole:
+        scale = file[key + "_scale_inv"].repeat_interleave(128, 0)[: len(file[key])]
+        assert torch.equal(tensors[key], file[key].view(torch.uint8))
+        assert torch.equal(tensors[key + "_scale_inv"], scale)
+    prefix = "model.layers.1.mlp.experts"
+    for expert in range(4):
+        for i, name in enumerate(("gate_proj", "up_proj")):
+            key = f"{prefix}.{expert}.{name}.weight"
+            assert torch.equal(
+                tensors[f"{prefix}.gate_up_proj"][expert, i::2], file[key].view(torch.uint8)
+            )
+    plain = lora_on(fp8[1], lora=targets)
+    tokens = random_tokens(2, 24)
+    torch.testing.assert_close(stored(tokens), plain(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_frozen_fp8_is_multiplied_as_it_is(tmp_path):
+    """By fp8.form=block: dequantized products of the file's numbers, forward and backward."""
+    theirs = build("qwen3", hidden_size=256, intermediate_size=384, head_dim=64)
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.0.mlp.up_proj.weight"
+    tensors[key], tensors[key + "_scale_inv"], meant = to_fp8(tensors[key])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = empty_model(checkpoint_hf.read_config(tmp_path)).to_empty(device="cpu")
+    model.requires_grad_(False)
+    multiply_in_fp8(model.blocks, "none", form="block")
+    freeze(model.blocks, "fp8")
+    checkpoint_hf.load_weights(model, tmp_path)
+    linear = model.get_submodule(key.removesuffix(".weight"))
+    assert base_class(linear) is Fp8Linear and linear.weight.dtype == torch.uint8
+    x, upstream = torch.randn(32, 256, requires_grad=True), torch.randn(32, 384)
+    y = linear(x)
+    y.backward(upstream)
+    rounded = [
+        dequantize(
+            *quantize(each.detach(), torch.float8_e4m3fn, (1, 128)), torch.float32, (1, 128)
+        )
+        for each in (x, upstream)
+    ]
+    torch.testing.assert_close(y, rounded[0] @ meant.T, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(x.grad, rounded[1] @ meant, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lora": {"base": "fp8"}}, None),
+        ({"lora": {}}, "stored as lora.base=bf16 (fp8 keeps them"),
+        ({"task": "sft", "precision": "fp8", "fp8": {"form": "block"}}, "powers of two"),
+        (
+            {"task": "sft", "precision": "fp8", "fp8": {"form": "mx"}},
+            "fp8.form=mx has other scales",
+        ),
+        ({"task": "sft"}, None),
+    ],
+    ids=str,
+)
+def test_a_run_says_what_is_not_multiplied_as_it_is_stored(changes, told, tmp_path):
+    theirs = build("qwen3", hidden_size=256, intermediate_size=384, head_dim=64)
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.0.mlp.up_proj.weight"
+    tensors[key], tensors[key + "_scale_inv"], _ = to_fp8(tensors[key])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tree = {"task": "lora", "model": {"path": str(tmp_path)}, "precision": "bf16"} | changes
+    tree["batch"] = {"global": 1, "micro": 1, "seq_len": 16}
+    notes = fp8_note(from_dict(tree))
+    assert told in notes[0] if told else notes == []
 
 
 def test_mxfp4(mxfp4):

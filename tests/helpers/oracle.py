@@ -24,6 +24,7 @@ from torch.utils._pytree import register_dataclass, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitrain.models.decoder import Decoder
+from minitrain.models.frozen import freeze
 from minitrain.models.lora import add_adapters
 from minitrain.parallel.context import local_tokens
 from minitrain.parallel.shards import full_tensor, to_local
@@ -220,6 +221,8 @@ def plain_model(config: Config) -> Decoder:
     model = Decoder(config.model.config)
     if config.lora:
         add_adapters(model, config.lora)
+        if config.lora.base != "bf16":
+            freeze(model.blocks, config.lora.base)
     initialize(model, config.seed)
     return model
 

@@ -293,7 +293,9 @@ def assemble(results: list[Any]) -> list[Any]:
 def add_part(wholes: dict[KeyPath, Tensor], path: KeyPath, part: Part) -> None:
     """Copy a part into the full tensor at `path`."""
     if path not in wholes:
-        wholes[path] = torch.full(part.shape, float("nan"), dtype=part.values.dtype)
+        # bytes as fp64: no integer says that it is missing
+        kind = part.values.dtype if part.values.is_floating_point() else torch.float64
+        wholes[path] = torch.full(part.shape, float("nan"), dtype=kind)
     place = wholes[path][part.slices]
     assert (place.isnan() | (place == part.values)).all(), (
         f"ranks have different copies of {keystr(path)}"

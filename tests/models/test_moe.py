@@ -15,9 +15,8 @@ from minitrain.errors import InputError
 from minitrain.models import grouped_mm as grouped
 from minitrain.models import router as routing
 from minitrain.models.decoder import Decoder
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.decoder_config import DEFAULT_LIMIT, DecoderConfig
 from minitrain.models.grouped_mm import grouped_mm, has_fast_kernel
-from minitrain.models.limits import DEFAULT_LIMIT
 from minitrain.models.lora import add_adapters
 from minitrain.models.moe import Experts, MoE, dispatch
 from minitrain.models.router import Router, update_selection_bias

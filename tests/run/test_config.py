@@ -456,7 +456,7 @@ def test_lists_in_a_word():
     "alias, ours",
     [
         ("deepspeed", "parallel.dp_shard"),
-        ("qlora", "task=lora, whose weights"),
+        ("qlora", "task=lora lora.base=nf4"),
         ("learning_rate", "optim.lr"),
         ("bf16", "precision=bf16"),
         ("max_seq_len", "batch.seq_len"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from minitrain.run.config import load as configs
 from minitrain.run.config.ranks import micro_batches
 from minitrain.run.monitor.flops import count_work, visible_share
 from minitrain.settings import Lora
-from minitrain.simulator import sweep
+from minitrain.simulator import simulate, sweep
 from minitrain.simulator.chrome import write_trace
 from minitrain.simulator.fake_world import (
     ATTENDING,
@@ -271,6 +272,11 @@ def test_forms_of_fp8_run_the_same_products_on_fp8_units(form):
     system = "dgx-h100" if form == "mx" else "dgx-b300"
     with pytest.raises(InputError, match=f"fp8.form={form} is not simulated on {system}"):
         time_traces(configs_of[1], {0: ours}, load_system(system))
+    # and multiplies at the rate of its form
+    system = load_system("dgx-b200" if form == "mx" else "dgx-h100")
+    with mock.patch.object(simulate, "play", wraps=simulate.play) as play:
+        time_traces(configs_of[1], {0: ours}, system)
+    assert play.call_args.args[1].fp8 == system.fp8 * {"row": 0.925, "mx": 1.0}[form]
 
 
 def test_experts_in_fp32_are_refused():

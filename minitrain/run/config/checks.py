@@ -286,6 +286,18 @@ def _lora_faults(c: Config) -> Faults:
         speed and c.task != "grpo",
         f"model.bias_update_speed={speed}: lora freezes the model, no adapter has the bias (use 0)",
     )
+    base = c.lora.base
+    stored = base != "bf16"
+    multiplied = (base, c.fp8.form, c.fp8.experts) == ("fp8", "block", False)
+    yield (
+        stored and c.precision == "fp8" and not multiplied,
+        f"lora.base={base}: with precision=fp8 only base=fp8 is multiplied as it is stored, with fp8.form=block and "
+        f"fp8.experts=false (use these, or precision=bf16)",
+    )
+    yield (
+        stored and c.task == "grpo",
+        f"lora.base={base} is not for task=grpo, whose sampler takes merged weights (use bf16)",
+    )
     # raises for targets that the model does not have or PEFT cannot express
     adapter_shapes(c.model.config, c.lora)
 

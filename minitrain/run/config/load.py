@@ -90,7 +90,7 @@ def _read_lora(config: Config, given: dict) -> Lora:
     from minitrain.formats.peft import read_adapter_config
 
     stored = read_adapter_config(lora.path)
-    own = ("dropout", "dropout_position", "dtype", "path")
+    own = ("dropout", "dropout_position", "dtype", "base", "path")
     found = dataclasses.replace(stored, **{key: getattr(lora, key) for key in own})
     for key in given:
         ours = getattr(lora, key)

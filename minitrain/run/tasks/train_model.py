@@ -135,6 +135,10 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
     """Return notes on effects of these settings that may surprise. first: steps that are done."""
     shape = config.model.config
     notes = list(unread(config))
+    if config.model.path and config.task != "diffusion":
+        from minitrain.formats.layouts_hf import fp8_note
+
+        notes += fp8_note(config)
     if config.lora:
         from minitrain.formats.peft import other_dropout, unreadable_note
 
