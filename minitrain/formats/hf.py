@@ -34,6 +34,7 @@ from minitrain.formats.layouts_hf import (
     EMBEDDING,
     FP8_SETTINGS,
     IN_FP8,
+    SCORE,
     TIED_HEAD,
     Config,
     Piece,
@@ -196,6 +197,9 @@ def find_weights(config: Config, path: str | Path) -> Weights:
             f"model.num_nextn_predict_layers={depths}: {path} holds {held} layers of multi-token prediction"
         )
     everything = empty_model(config).state_dict()
+    # a reward model may begin as a language model
+    if SCORE in everything and not read_config(path).num_labels:
+        del everything[SCORE]
     if isinstance(config, WanConfig):
         stored = wan_names.rename_to_ours(stored, everything)
     full_name = FAMILIES.get(config.family, PLAIN).full_name
@@ -237,10 +241,10 @@ def _read_into(model: Model, weights: Weights) -> None:
     fetch = partial(_fetch, weights.stored)
     # state_dict has buffers too
     for name, tensor in model.state_dict().items():
-        if not is_adapter(name):
-            local, slices = local_shard(tensor)
-            for piece in weights.sources[name]:
-                _fill(local, slices, piece, fetch)
+        local, slices = local_shard(tensor)
+        # what is new has none
+        for piece in weights.sources.get(name, ()):
+            _fill(local, slices, piece, fetch)
 
 
 def _fetch(stored: dict[str, StoredTensor], key: str, slices: Slices) -> Tensor:
