@@ -92,7 +92,7 @@ BUDGETS = {
     "bench": 16_300,
     "simulator": 20_000,
     "examples": 4_400,
-    "commands": 12_200,
+    "commands": 12_450,
     "generate": 60,
     "merge": 60,
     "train": 60,
