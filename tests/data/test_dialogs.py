@@ -20,8 +20,9 @@ from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.data.chat.tool_calls import find_calls
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from tests.data.test_chat_templates import published, same_date, specials_in  # noqa: F401
-from tests.helpers.chats import tokenizer_with
+from tests.helpers.chats import published, specials_in, tokenizer_with
+
+pytestmark = pytest.mark.usefixtures("same_date")
 
 TOOLS = [
     {
@@ -175,6 +176,7 @@ def test_texts_of_any_kind_take_no_time_and_raise_nothing():
             for count in (1, 2000):
                 for call in find_calls((one + other) * count):
                     assert isinstance(call.name, str)
+    assert find_calls("\n" * 200_000) == []
 
 
 # ------------------------------------------------------------------------------------------- what follows a reply

@@ -10,8 +10,7 @@ from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.examples.calculator import Calculator, calculate
 from minitrain.examples.guessing import Guessing
 from minitrain.grpo.environments import Reply
-from tests.data.test_chat_templates import published, specials_in
-from tests.helpers.chats import tokenizer_with
+from tests.helpers.chats import published, specials_in, tokenizer_with
 
 
 def test_expressions_are_exact():
@@ -52,6 +51,10 @@ def test_expressions_are_exact():
         "f(1)",
         "1 < 2",
         "1+" * 101 + "1",
+        # a number of so many digits, in one call that no thread can interrupt
+        "1e999999999",
+        "1E-999999999",
+        "1e200*1e200/3",
     ],
 )
 def test_nothing_else_is_computed(text):
