@@ -262,8 +262,8 @@ class GRPO:
 
     prompts: int = number(16, 1, 1 << 24)  # prompts per step
     group: int = number(8, 1, 1 << 24)  # responses to each prompt
-    # exact, math, math_verify (symbolic, slower; pip install -e '.[math]'), or your own function as
-    # package.module:name (see grpo/rewards.py)
+    # exact, math, math_verify (symbolic, slower; pip install -e '.[math]'), your own function as
+    # package.module:name (see grpo/rewards.py), or the folder of a reward model, as task=reward makes
     reward: str = "exact"
     # what replies are sent to in place of a reward, package.module:Class (see grpo/environments.py)
     environment: str = ""
@@ -412,8 +412,9 @@ class Config:
     """A run."""
 
     model: Model = setting(default_factory=Model)
-    # how the model is trained; lora is sft with adapters (see `lora`)
-    task: Literal["pretrain", "sft", "diffusion", "lora", "grpo", "dpo"] = "pretrain"
+    # how the model is trained; lora is sft with adapters (see `lora`), reward makes a model that
+    # scores replies (training/reward.py)
+    task: Literal["pretrain", "sft", "diffusion", "lora", "grpo", "dpo", "reward"] = "pretrain"
     steps: int = number(100, 1)  # updates of the weights
     epochs: float = number(0.0, 0)  # passes over the data; above 0, they replace `steps`
     seed: int = number(0, 0, 2**63 - 1)  # seed of weights, order of the data and dropout

@@ -81,7 +81,8 @@ def merge(base: str, adapter: str, out: str, stored: str = "bf16") -> None:
         shutil.copyfile(template, Path(out, CHAT_TEMPLATE))
     print(f"{out} holds the model with the adapters merged into it")
     videos = "" if isinstance(model, Decoder) else "--task diffusion "
-    print(f"next: minitrain generate {videos}--model {quote(out)} (see its --help)")
+    if not model.config.num_labels:
+        print(f"next: minitrain generate {videos}--model {quote(out)} (see its --help)")
 
 
 def chat_end(tokenizer: "Tokenizer") -> int | None:

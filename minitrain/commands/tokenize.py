@@ -4,22 +4,29 @@ FILES are JSON lines, arrays or tables, a document an object, or texts, a docume
 globs stand for their files, a folder with objects for those that hold some. Each process takes a
 group of files, whose tokens it holds in memory, and writes a .npy file of uint16 or uint32, for
 data.kind=tokens: the same rows as from the texts. The tokenizer lies beside them, and is saved with
-a model trained on them.
+a model trained on them. What is finished when it is stopped stays in OUT.unfinished: the same command
+continues, and makes only those files anew whose texts, tokenizer or options have changed.
 """
 
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
+
+if TYPE_CHECKING:
+    from minitrain.data.tokenizer import Tokenizer
 
 # groups of files, at most
 MOST = 1024
@@ -38,7 +45,6 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     from minitrain.data.text.text_rows import find_documents
     from minitrain.data.tokenizer import load_tokenizer
-    from minitrain.run.checkpoint.checkpoint_files import make_empty
 
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_id is None:
@@ -49,15 +55,20 @@ def main(arguments: list[str]) -> None:
     files, note = find_documents(options.files, options.field, options.kind)
     size = 1 + (len(files) - 1) // MOST
     groups = [files[start : start + size] for start in range(0, len(files), size)]
-    work = out.with_name(f"{out.name}.tmp")
-    make_empty(work)
+    work = out.with_name(f"{out.name}.unfinished")
+    work.mkdir(parents=True, exist_ok=True)
     try:
-        tokenizer.save(work)
         write = partial(write_tokens, options.tokenizer, options.field, work, kind=options.kind)
         counts = write_groups(write, groups, options.processes)
-        work.rename(out)
+        move_tokens(work, len(groups), tokenizer, out)
+    except BaseException:
+        if done := len([*work.glob("*.done")]):
+            kept = f"{done:,} of {len(groups):,} files: the same command continues"
+            print(f"note: {work} keeps {kept}", file=sys.stderr)
+        raise
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if out.exists() or not [*work.glob("*.done")]:
+            shutil.rmtree(work, ignore_errors=True)
     documents, tokens = map(sum, zip(*counts, strict=True))
     print(
         f"{out} holds {tokens:,} tokens of {documents:,} documents in {len(groups):,} files{note}"
@@ -92,10 +103,38 @@ def write_groups(
 def write_tokens(
     tokenizer: str, field: str, folder: Path, number: int, files: list[Path], kind: str = "auto"
 ) -> tuple[int, int]:
-    """Write the tokens of some files as number.npy. Returns how many documents and tokens."""
-    from minitrain.data.text.text_rows import read_documents, tokenize
+    """Write the tokens of some files as number.npy, unless an earlier call has.
+
+    Returns how many documents and tokens. number.done has them too, and what the tokens were made of.
+    """
+    from minitrain.data.text.corpus import digest_of
+    from minitrain.data.text.text_rows import read_documents, stamps_of, tokenize
     from minitrain.data.tokenizer import load_tokenizer
 
+    made_of = digest_of((field, kind, stamps_of(files, tokenizer)))
+    file = folder / f"{number:05d}.npy"
+    done = file.with_suffix(".done")
+    with suppress(OSError, ValueError):
+        documents, tokens, earlier = done.read_text().split()
+        if earlier == made_of and file.exists():
+            return int(documents), int(tokens)
+    # beside other tokens it would be wrong
+    done.unlink(missing_ok=True)
     corpus = tokenize(read_documents(files, field, kind), load_tokenizer(tokenizer))
-    np.save(folder / f"{number:05d}.npy", corpus.stores[0])
-    return len(corpus.lengths), len(corpus)
+    np.save(file, corpus.stores[0])
+    counts = len(corpus.lengths), len(corpus)
+    done.write_text(f"{counts[0]} {counts[1]} {made_of}")
+    return counts
+
+
+def move_tokens(work: Path, count: int, tokenizer: "Tokenizer", out: Path) -> None:
+    """Make folder `out` of the first `count` files of tokens in `work`, and of their tokenizer."""
+    from minitrain.run.checkpoint.checkpoint_files import make_empty
+
+    whole = work / "whole"
+    make_empty(whole)
+    tokenizer.save(whole)
+    for number in range(count):
+        name = f"{number:05d}.npy"
+        (work / name).replace(whole / name)
+    whole.rename(out)

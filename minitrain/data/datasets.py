@@ -28,6 +28,7 @@ OPENED_BY = {
     "sft": "minitrain.data.chat.sft:open_chats",
     "lora": "minitrain.data.chat.sft:open_chats",
     "dpo": "minitrain.data.chat.preferences:open_pairs",
+    "reward": "minitrain.data.chat.preferences:open_pairs",
     "diffusion": "minitrain.data.video.latents:open_latents",
 }
 

@@ -2,6 +2,7 @@
 
 python -m minitrain.examples.train_loop                              # about 20 s on a CPU
 torchrun --nproc_per_node 4 -m minitrain.examples.train_loop tp=2    # the same losses
+%run -m minitrain.examples.train_loop steps=9    # in a notebook, which then has `model`
 """
 
 import os
@@ -29,7 +30,7 @@ cp, tp, ep = (int(words.get(name, 1)) for name in ("cp", "tp", "ep"))
 batch, micro, seq_len, steps = 16, 4, 256, int(words.get("steps", 40))
 if "RANK" not in os.environ:  # no torchrun: a world of one rank, and the same code from here on
     os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-dist.init_process_group()  # NCCL for tensors on GPUs, gloo for those on CPUs
+dist.is_initialized() or dist.init_process_group()  # NCCL on GPUs, gloo on CPUs; once in a notebook
 meshes = mesh.build_meshes("cuda" if torch.cuda.is_available() else "cpu", cp=cp, tp=tp, ep=ep)
 
 # any technique may be left out; pipelines are in parallel/parallelize.py

@@ -15,6 +15,7 @@ from minitrain.errors import InputError, located
 from minitrain.formats.config_own import KINDS, config_from_own, config_to_own
 from minitrain.formats.families import (
     ACTIVATIONS,
+    CLASSIFIER,
     EPS_KEYS,
     FAMILIES,
     MODEL_TYPES,
@@ -29,12 +30,13 @@ from minitrain.formats.json_files import (
     read_value,
     refuse_other_values,
 )
-from minitrain.models.decoder_config import ROPE_SCALINGS, YARN, DecoderConfig
+from minitrain.models.decoder_config import ROPE_SCALINGS, YARN, DecoderConfig, as_classifier
 
 GENERATION = "generation_config.json"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 # fields of `DecoderConfig` that no config.json has
 TRAINING_ONLY = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}
+LABELS = "num_labels"
 DEPTHS = "num_nextn_predict_layers"
 # keys that an export does not copy from the config.json that was read: it writes these settings in
 # another form, and has weights in another format
@@ -109,6 +111,12 @@ def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
     fields |= family.read(raw)
     try:
         config = DecoderConfig(family=name, **fields, **family.fixed)
+        if CLASSIFIER in str(raw.get("architectures")):
+            names = raw.get("id2label")
+            labels = (
+                len(names) if isinstance(names, dict) else read_number(raw, LABELS, default=2)
+            )
+            config = as_classifier(config, labels)
     except InputError as error:
         # name the keys of config.json where the message names our fields
         line = re.sub(r"(?:model\.)?([\w.]+)(?==)", lambda m: keys.get(m[1], m[1]), str(error))
@@ -157,6 +165,7 @@ def _find_family(raw: dict) -> str:
     """
     key = "architectures"
     known = {each.architecture: name for name, each in FAMILIES.items() if name != OWN}
+    known |= {FAMILIES[name].classifier: name for name in known.values()}
     if not raw.get(key):
         key = "model_type"
         known = {name: name for name in FAMILIES}
@@ -369,5 +378,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     )
     if config.position_embedding != "rotary":
         del settings["rope_theta"], settings["rope_scaling"]
+    if config.num_labels:
+        settings |= {"architectures": [family.classifier], LABELS: config.num_labels}
     settings = family.write(config, settings)
     return {family.key(key): value for key, value in settings.items()} | config.extra_config

@@ -29,6 +29,7 @@ def _keys(same: str, **other: str) -> dict[str, str]:
     return {name: name for name in same.split()} | other
 
 
+CLASSIFIER = "ForSequenceClassification"
 # the family of models that transformers does not know
 OWN = "minitrain"
 # fields and keys that all families have
@@ -117,6 +118,14 @@ class Family:
     # names of copies that files have in each layer of multi-token prediction: ours -> stored, with {}
     # for the layer's number
     copied: dict = default(default_factory=dict)
+
+    @property
+    def classifier(self) -> str:
+        """Return the name in `architectures` of a model with a score as its head.
+
+        There is none of Nemotron-H.
+        """
+        return re.sub("(?<!H)(ForCausalLM|LMHeadModel)$", CLASSIFIER, self.architecture)
 
     def field(self, name: str) -> Any:
         """Return the value to which the family fixes a field of `DecoderConfig`, or the default."""

@@ -62,7 +62,7 @@ def write(config: DecoderConfig, settings: dict) -> dict:
 
 def full_name(key: str) -> str:
     """Return the name that transformers gives a tensor; OpenAI's files omit its first part."""
-    return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+    return key if key.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{key}"
 
 
 def stored_name(name: str) -> str:

@@ -34,6 +34,7 @@ from minitrain.formats.layouts_hf import (
     EMBEDDING,
     FP8_SETTINGS,
     IN_FP8,
+    SCORE,
     TIED_HEAD,
     Config,
     Piece,
@@ -199,6 +200,9 @@ def find_weights(config: Config, path: str | Path) -> Weights:
             f"model.num_nextn_predict_layers={depths}: {path} holds {held} layers of multi-token prediction"
         )
     everything = empty_model(config).state_dict()
+    # a reward model may begin as a language model
+    if SCORE in everything and not read_config(path).num_labels:
+        del everything[SCORE]
     if isinstance(config, WanConfig):
         stored = wan_names.rename_to_ours(stored, everything)
     full_name = FAMILIES.get(config.family, PLAIN).full_name
@@ -248,7 +252,8 @@ def _read_into(model: Model, weights: Weights) -> None:
             fill_frozen(frozen[name], shards, weights.sources[name], fetch)
         elif not is_adapter(name) and name not in further:
             local, slices = local_shard(tensor)
-            for piece in weights.sources[name]:
+            # what is new, such as a classifier's head, has none
+            for piece in weights.sources.get(name, ()):
                 fill(local, slices, piece, fetch)
 
 

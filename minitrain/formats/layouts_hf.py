@@ -40,6 +40,7 @@ from minitrain.settings import Config as Settings
 # the output head, which some files hold although it is tied to the embedding
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+SCORE = "score.weight"
 FP8_BLOCK = 128
 FP8_SCALE = "_scale_inv"
 MXFP4_BLOCK = 32
@@ -202,7 +203,7 @@ def is_ignored(key: str, config: Config) -> bool:
     if isinstance(config, WanConfig):
         return key.endswith(".attn2.norm_added_q.weight")
     if key == TIED_HEAD:
-        return config.tie_word_embeddings
+        return config.tie_word_embeddings or config.num_labels > 0
     family = FAMILIES[config.family]
     depth = family.depth_of(key, config.num_layers) if family.depth_of else None
     if depth is not None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from minitrain.errors import InputError, located
 from minitrain.formats.hf import load_pretrained
 from minitrain.formats.json_files import read_from_folder, write_json
-from minitrain.formats.layouts_hf import Config
+from minitrain.formats.layouts_hf import SCORE, Config
 from minitrain.formats.magic import ADAPTER_CONFIG, library_of
 from minitrain.formats.peft_names import (
     PREFIX,
@@ -50,6 +50,7 @@ from minitrain.formats.tensor_files import (
     write_tensors,
 )
 from minitrain.formats.wan_names import adapter_place, original_name
+from minitrain.models.decoder_config import as_classifier
 from minitrain.models.frozen import freeze, thaw
 from minitrain.models.lora import (
     add_adapters,
@@ -77,6 +78,9 @@ UNREADABLE = {
     # PEFT refuses this one, because Mamba's kernels read its weight without calling the module
     "nemotron_h": ("out_proj",),
 }
+# a classifier's head is in the file as a whole; PEFT saves it under either name
+HEAD = PREFIX + SCORE
+HEADS = (["score"], ["classifier", "score"])
 # values of init_lora_weights that do not change the base weights
 PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
 # keys of adapter_config.json that turn on variants of LoRA
@@ -116,7 +120,7 @@ def read_adapter_config(path: str | Path) -> Lora:
 
 def _refuse_variants(raw: dict) -> None:
     """Raise InputError for anything but plain LoRA."""
-    found = [key for key in VARIANTS if raw.get(key)]
+    found = [key for key in VARIANTS if raw.get(key) and raw[key] not in HEADS]
     if raw.get("bias", "none") != "none":
         found.append("bias")
     start = raw.get("init_lora_weights")
@@ -281,7 +285,15 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
     do not fit the model.
     """
     lora = read_adapter_config(path)
-    stored = _read_tensors(model.config, lora, Path(path))
+    config = model.config
+    head = _open(path).tensors.get(HEAD)
+    if head:
+        config = as_classifier(config, *head.shape[:1])
+    stored = _read_tensors(config, lora, Path(path))
+    if head:
+        model.config = config
+        model.score = nn.Linear(*reversed(head.shape), bias=False).to(model.head_weight)
+        model.lm_head = None
     add_adapters(model, lora)
     _fill(model, stored)
 
@@ -316,7 +328,7 @@ def fill_adapters(model: nn.Module, lora: Lora, path: str | Path) -> None:
 @torch.no_grad()
 def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
+        if name in stored:
             part, slices = local_shard(parameter)
             part.copy_(stored[name][slices])
 
@@ -341,6 +353,10 @@ def _read_tensors(config: Config, lora: Lora, path: Path) -> dict[str, Tensor]:
         own[name] = torch.Size((*stack, *ends))
         expected = to_peft(name, torch.empty(own[name], device="meta"), config).shape
         check_stored(stored, keys[name], expected, FLOATS, file)
+    # adapters of a language model have none: then it begins at random
+    if HEAD in stored and config.num_labels:
+        check_stored(stored, HEAD, (config.num_labels, config.hidden_size), FLOATS, file)
+        keys[SCORE] = HEAD
     if extra := stored.keys() - keys.values():
         raise InputError(f"{file}: tensor {min(extra)} has no place in the model")
     # padding all of them would be useless
@@ -353,6 +369,8 @@ def _read_tensors(config: Config, lora: Lora, path: Path) -> dict[str, Tensor]:
             tensor = from_peft(name, tensor, own[name], config)
             padding = (0, columns - tensor.shape[-1], 0, rows - tensor.shape[-2])
             tensors[name] = F.pad(tensor, padding)
+        if SCORE in keys:
+            tensors[SCORE] = contents.get_tensor(HEAD)
     return tensors
 
 
@@ -388,7 +406,7 @@ def save_adapter(
     stored = {}
     for name, tensor in tensors:
         tensor = to_peft(name, tensor.detach().cpu(), config).contiguous()
-        stored[peft_name(name, shapes, config)] = tensor
+        stored[HEAD if name == SCORE else peft_name(name, shapes, config)] = tensor
     folder.mkdir(parents=True, exist_ok=True)
     files = {WEIGHTS: stored}
     if isinstance(config, WanConfig):
@@ -423,10 +441,13 @@ def adapter_config(config: Config, lora: Lora, names: Iterable[str], base: str) 
     """
     paths = [name[: -len("_lora_A")] for name in names]
     targets = [target for target in lora.targets if any(matches(path, target) for path in paths)]
+    classifies = config.num_labels
+    task = None if isinstance(config, WanConfig) else "CAUSAL_LM"
     experts = [peft_module(target, config) for target in targets if is_expert_stack(target)]
     return dict(
         peft_type="LORA",
-        task_type=None if isinstance(config, WanConfig) else "CAUSAL_LM",
+        task_type="SEQ_CLS" if classifies else task,
+        modules_to_save=HEADS[0] if classifies else None,
         base_model_name_or_path=base,
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -1,10 +1,11 @@
 r"""Reward functions, and how they compare answers to mathematical questions.
 
 `exact`, `math` and `math_verify` are built in; a config may name any other `Reward` as
-`package.module:name`. What it remembers is its process's own: every rank that rewards has one, and
-sees its own share of the responses. It is kept in checkpoints, for each rank, if the reward has
-state_dict() and load_state_dict(state), of what JSON can hold; evaluations leave it as it was. The
-weights of a reward that is a Module are not kept.
+`package.module:name`, or the folder of a reward model (run/tasks/reward_model.py). What it remembers
+is its process's own: every rank that rewards has one, and sees its own share of the responses. It is
+kept in checkpoints, for each rank, if the reward has state_dict() and load_state_dict(state), of
+what JSON can hold; evaluations leave it as it was. The weights of a reward that is a Module are not
+kept.
 
 `math` writes every number as its exact value, <3/2> for 1\frac{1}{2} or 1.50; then answers are
 equal if their texts are. Its time is bounded: of a long text only the end counts, and a number has
@@ -362,7 +363,12 @@ def load_reward(name: str) -> Reward:
     if name in BUILT_IN:
         return BUILT_IN[name]
     example = {"response": "response", "answer": "answer", "row": {}}
-    return load_function(f"grpo.reward={name!r}", name, example, f"{', '.join(BUILT_IN)} or ")
+    return load_function(
+        f"grpo.reward={name!r}",
+        name,
+        example,
+        f"{', '.join(BUILT_IN)}, a reward model's folder or ",
+    )
 
 
 def load_function(setting: str, name: str, example: dict, others: str = "") -> Callable:

@@ -138,7 +138,10 @@ class Decoder(nn.Module):
             self.model.layers[str(i)] = FurtherBlock(config, i)
         if last:
             self.model["norm"] = NORMS[config.norm](hidden, eps=config.norm_eps)
-        self.lm_head = nn.Linear(hidden, vocab, bias=False) if last and not tied else None
+        labels = config.num_labels
+        has_head = last and not (tied or labels)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False) if has_head else None
+        self.score = nn.Linear(hidden, labels, bias=False) if last and labels else None
 
     def forward(
         self,
@@ -279,7 +282,12 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Return the output head [vocab, hidden], which is the embedding where they are tied."""
+        """Return the output head [vocab, hidden], which is the embedding where they are tied.
+
+        A classifier's is [labels, hidden], and labels stand for the vocabulary in `forward` too.
+        """
+        if self.score:
+            return self.score.weight
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @torch.no_grad()

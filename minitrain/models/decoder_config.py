@@ -128,6 +128,9 @@ class DecoderConfig:
     initializer_range: float = 0.02  # standard deviation of initial weights
     scaled_residual_init: bool = False  # of what writes into the residual stream: / sqrt(writers)
     num_nextn_predict_layers: int = 0  # depths of multi-token prediction, see models/mtp.py
+    # above 0: a classifier with so many outputs at a text's last token, or a reward model with one;
+    # its head is `score`, in place of the vocabulary's
+    num_labels: int = 0
 
     # --- attention
 
@@ -366,6 +369,13 @@ class DecoderConfig:
             self.mamba_chunk_size,
             self.time_step_min,
         )
+
+
+def as_classifier(config: DecoderConfig, labels: int = 1) -> DecoderConfig:
+    """Return the config with a score as the head, which is not tied and predicts no tokens."""
+    return dataclasses.replace(
+        config, num_labels=labels, tie_word_embeddings=False, num_nextn_predict_layers=0
+    )
 
 
 def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[int, ...]:

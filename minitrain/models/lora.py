@@ -148,6 +148,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith(("lora_A", "lora_B"))
 
 
+def is_new(name: str) -> bool:
+    """Return whether it is trained beside frozen weights: a classifier's head, too, begins at random."""
+    return is_adapter(name) or name == "score.weight"
+
+
 @torch.no_grad()
 def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Fill an A [..., rank, in] at random, or a B [..., out, rank] with 0."""

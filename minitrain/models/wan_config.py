@@ -12,6 +12,7 @@ class WanConfig:
 
     # beside those of DecoderConfig, and no field
     family = "wan"
+    num_labels = 0
     num_attention_heads: int = 12  # heads of queries, keys and values
     attention_head_dim: int = 128  # channels of a head
     ffn_dim: int = 8960  # channels inside an MLP

@@ -65,6 +65,9 @@ def tensor_parallel(model: "Decoder", mesh: DeviceMesh) -> None:
         model.split = partial(local_chunk, mesh)
     if model.lm_head is not None:
         split_parameters(model.lm_head, mesh, Shard(0))
+    # too few labels to split: a rank multiplies its channels, as a row-parallel matrix does
+    if model.score is not None:
+        split_parameters(model.score, mesh, Shard(1))
 
 
 def split_decoder_block(

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from minitrain.errors import InputError
 from minitrain.models.variants import base_class, set_variant
 from minitrain.parallel.parts import use_local_tensors
 from minitrain.rollout.cpu import PLAIN_LINEARS, can_pack, pack, packed_linear
@@ -95,6 +96,8 @@ class SamplerWeights:
     """The weights of `model`, a decoder. draft: those of the one that drafts, in use together."""
 
     def __init__(self, model: nn.Module, draft: "SamplerWeights | None" = None):
+        if getattr(model.config, "num_labels", 0):
+            raise InputError("a model with a score as its head says nothing (call the model)")
         self.model = model
         self.draft = draft
         device = model.head_weight.device

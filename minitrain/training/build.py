@@ -83,6 +83,8 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         model.to(torch.bfloat16)
     if config.lora:
         add_adapters(model, config.lora)
+        if getattr(model, "score", None):
+            model.score.float().requires_grad_(True)
     if config.precision == "fp8":
         p = config.parallel
         # a scale per tensor only where each rank has one expert

@@ -72,9 +72,8 @@ class Preferences:
 
     def head(self, batch: Batch, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of losses from hidden [micro, seq, hidden] and the head's weight."""
-        log_probs, _ = linear_log_probs(hidden, weight, labels)
         # all [micro, replies]
-        ratios = reply_sums(log_probs, batch) - batch["reference"]
+        ratios = reply_sums(self.values(hidden, weight, labels), batch) - batch["reference"]
         tokens = reply_sums((labels != IGNORE).float(), batch)
         if self.settings.length_normalized:
             ratios = ratios / tokens.clamp(min=1)
@@ -88,6 +87,10 @@ class Preferences:
         training = torch.is_grad_enabled()
         self.totals[training] = self.totals[training].to(sums.device) + sums
         return (losses * valid).sum()
+
+    def values(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the numbers whose sums over replies are compared, [micro, seq]: log-probabilities."""
+        return linear_log_probs(hidden, weight, labels)[0]
 
     def sums(self, training: bool = True) -> Tensor:
         """Return the numbers of pairs and of right ones, and the sums of their ratios, [4]."""

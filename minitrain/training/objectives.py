@@ -31,12 +31,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.errors import InputError
-from minitrain.settings import Config, Parallel
+from minitrain.settings import DPO, Config, Parallel
 from minitrain.training.dpo import Preferences
 from minitrain.training.flow import FlowMatching
 from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.mtp_loss import make_further_loss
 from minitrain.training.packing import Batch
+from minitrain.training.reward import Scores
 
 
 class Objective(Protocol):
@@ -66,6 +67,8 @@ def make_objective(config: Config) -> Objective:
     """Return the objective of the config's task (grpo/ has its own)."""
     if config.task == "dpo":
         return Preferences(config.dpo)
+    if config.task == "reward":
+        return Scores(DPO(beta=1.0))
     if config.task != "diffusion":
         labels = [source.label for source in config.data.sources]
         depths = config.model.config.num_nextn_predict_layers

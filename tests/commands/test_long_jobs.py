@@ -8,6 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import minitrain
 from minitrain import InputError, generate
 from minitrain.__main__ import dispatch
 from minitrain.commands import tokenize as tokenize_files
+from minitrain.data.text import text_rows
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
@@ -243,6 +246,79 @@ def test_an_interrupted_tokenize_leaves_nothing(tmp_path, number):
     line = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     assert (tmp_path / "log").read_text().splitlines()[-1] == line
     assert sorted(os.listdir(tmp_path)) == ["in", "log"]
+
+
+def tokenize_or_stop(folder: Path, monkeypatch, stop_at: int | None, *words: str) -> list[int]:
+    """Tokenize folder/in in this process, interrupted at group `stop_at`; return the groups that were read."""
+    read = []
+    reader = text_rows.read_documents
+
+    def reading(files, *rest):
+        read.append(int(files[0].stem))
+        return reader(files, *rest)
+
+    def one_by_one(write, groups, processes):
+        counts = []
+        for number, group in enumerate(groups):
+            if number == stop_at:
+                raise KeyboardInterrupt
+            counts.append(write(number, group))
+        return counts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text_rows, "read_documents", reading)
+        patch.setattr(tokenize_files, "write_groups", one_by_one)
+        given = ["--tokenizer", "bytes", "--out", f"{folder}/out", *words]
+        with pytest.raises(KeyboardInterrupt) if stop_at is not None else nullcontext():
+            dispatch(["tokenize", *given, f"{folder}/in"])
+    return read
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_tokenizing_continues_with_what_is_finished(tmp_path, monkeypatch, capsys):
+    (tmp_path / "in").mkdir()
+    texts = [tmp_path / "in" / f"{n}.txt" for n in range(5)]
+    for n, file in enumerate(texts):
+        file.write_text("text " * n + "end")
+    run = partial(tokenize_or_stop, tmp_path, monkeypatch)
+    assert run(None) == [0, 1, 2, 3, 4]
+    whole = files_in(tmp_path / "out")
+    assert sorted(name for name in whole if name.endswith(".npy")) == [
+        f"{n:05d}.npy" for n in range(5)
+    ]
+    line = capsys.readouterr().out.splitlines()[0]
+    (tmp_path / "out").rename(tmp_path / "expected")
+
+    assert run(2) == [0, 1]
+    work = tmp_path / "out.unfinished"
+    assert f"{work} keeps 2 of 5 files: the same command continues" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    # a file that was being written, and a note of it that was cut off
+    (work / "00002.npy").write_bytes(b"half")
+    (work / "00001.done").write_text((work / "00001.done").read_text()[:-1])
+    texts[0].write_text("another text")
+    assert run(3) == [0, 1, 2]
+    texts[0].write_text("end")
+    # what differs is made anew: a text that was touched, an option that decides tokens
+    assert run(4) == [0, 3]
+    assert run(4, "--kind", "text") == [0, 1, 2, 3]
+    assert run(None) == [0, 1, 2, 3, 4]
+    assert files_in(tmp_path / "out") == whole and capsys.readouterr().out.splitlines()[0] == line
+    assert sorted(os.listdir(tmp_path)) == ["expected", "in", "out"]
+
+
+def test_files_that_are_gone_since_leave_no_tokens(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    for n in range(3):
+        (tmp_path / "in" / f"{n}.txt").write_text(f"text {n}")
+    assert tokenize_or_stop(tmp_path, monkeypatch, 2) == [0, 1]
+    for n in (1, 2):
+        (tmp_path / "in" / f"{n}.txt").unlink()
+    assert tokenize_or_stop(tmp_path, monkeypatch, None) == []
+    assert [file.name for file in (tmp_path / "out").glob("*.npy")] == ["00000.npy"]
 
 
 def test_an_interrupted_evaluation_tells_what_it_has_measured(

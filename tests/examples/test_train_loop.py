@@ -26,6 +26,24 @@ def test_a_misspelled_word_is_refused():
     assert run.returncode and "AssertionError: {'step': '4'}" in run.stderr and not run.stdout
 
 
+def test_a_notebook_runs_it_before_and_after_other_runs_and_has_its_model(tmp_path):
+    """As %run -m of IPython does: a script whose names stay."""
+    code = f"""
+import runpy, sys, minitrain
+def loop():
+    sys.argv = ["", "steps=2", "out={tmp_path}/loop"]
+    return runpy.run_module("{MODULE}", run_name="__main__")
+model = loop()["model"]
+minitrain.train("{tmp_path}/x.yaml", steps=1, batch={{"seq_len": 16}}, out_dir="{tmp_path}/run", device="cpu")
+assert next(model.parameters()).equal(next(loop()["model"].parameters()))
+"""
+    (tmp_path / "x.yaml").write_text("model: llama3-8b-tiny")
+    (tmp_path / "cells.py").write_text(code)
+    run = command(str(tmp_path / "cells.py"))
+    first, second = losses(run)[:2], losses(run)[-2:]
+    assert first == second and first[1] < first[0]
+
+
 def test_four_ranks_with_tensor_parallelism_have_the_losses_of_one(tmp_path):
     alone = losses(command("-m", MODULE, "steps=4", f"out={tmp_path / 'alone'}"))
     ranks = torchrun(4, "-m", MODULE, "steps=4", "tp=2", f"out={tmp_path / 'ranks'}")

@@ -8,6 +8,7 @@ STAND_INS = {
     "sft-chats": ["model=qwen2.5-7b", "data.tokenizer=bytes"],
     "lora-8b-24gb": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "dpo": ["model=llama3.1-8b", "data.tokenizer=bytes"],
+    "reward-model": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "full-8b-8gpu": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "pretrain-tokens": ["data.tokenizer=bytes"],
     "pretrain-mixed": ["data.tokenizer=bytes"],

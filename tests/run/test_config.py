@@ -52,6 +52,14 @@ def test_an_override_is_of_one_place_among_those_that_share_an_anchor(tmp_path):
     assert (config.validation.every, config.checkpoint.every) == (5, 10)
 
 
+def test_a_whole_section_in_a_word_gives_its_keys(tmp_path):
+    """Some settings depend on which keys of a section are given, not only on their values."""
+    config = load(config_file(tmp_path, "task: sft\n"), ["data={path: kind.jsonl, kind: jsonl}"])
+    assert (config.data.kind, config.data.path) == ("jsonl", "kind.jsonl")
+    with pytest.raises(InputError, match="data.path needs data.kind"):
+        load(config_file(tmp_path, "task: sft\n"), ["data={path: kind.jsonl}"])
+
+
 def test_overrides_go_below_a_folder_and_below_what_is_null(tmp_path):
     """The config.yaml that a run writes has `lora: null`."""
     model = Decoder(model_config("llama3-8b-tiny", num_layers=1))

@@ -43,6 +43,7 @@ RECIPES = {
     "sft-chats": [],
     "lora-8b-24gb": [],
     "dpo": ["epochs=0"],
+    "reward-model": ["epochs=0"],
     "full-8b-8gpu": [],
     "pretrain-tokens": [
         "model={name: llama3.1-8b-tiny, vocab_size: 258}",
@@ -71,7 +72,7 @@ RECIPES = {
     ],
     "wan-lora": ["batch.micro=2", "batch.seq_len=16"],
 }
-ADAPTERS = {"dpo", "lora-8b-24gb", "grpo-own-reward", "wan-lora"}
+ADAPTERS = {"dpo", "reward-model", "lora-8b-24gb", "grpo-own-reward", "wan-lora"}
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ import json
 from collections import defaultdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from minitrain import load_pretrained, train
-from minitrain.data.chat.preferences import Pairs, read_pair
+from minitrain.data.chat.preferences import Pairs, read_pair, scored_sample
 from minitrain.data.datasets import open_dataset
 from minitrain.data.records import counted
 from minitrain.data.text.text_rows import Sample
@@ -19,7 +20,7 @@ from minitrain.grpo.batches import reply_sample
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import make_trainer, start
 from minitrain.settings import DPO
-from minitrain.training.dpo import Preferences, add_reference, pair_losses, reply_sums
+from minitrain.training.dpo import Preferences, pair_losses, reply_sums
 from minitrain.training.log_probs import label_log_probs
 from minitrain.training.packing import rows
 from tests.helpers.hf_models import build
@@ -65,14 +66,16 @@ def made_up_pairs(count: int, vocab: int = 96) -> list[dict]:
     ]
 
 
-def as_samples(pairs: list[dict]) -> list[list[Sample]]:
-    return [
-        [
-            Sample(**reply_sample(pair["prompt_ids"], pair[key]))
-            for key in ("chosen_ids", "rejected_ids")
-        ]
-        for pair in pairs
-    ]
+def as_samples(pairs: list[dict], scored: bool = False) -> list[list[Sample]]:
+    """scored: for a reward model, see tests/training/test_reward.py."""
+
+    def sample(prompt: list[int], reply: list[int]) -> Sample:
+        if scored:
+            return scored_sample(np.array(prompt + reply), np.array([True]))
+        return Sample(**reply_sample(prompt, reply))
+
+    sides = ("chosen_ids", "rejected_ids")
+    return [[sample(pair["prompt_ids"], pair[key]) for key in sides] for pair in pairs]
 
 
 # ----------------------------------------------------------------------------------------------------------------- TRL
@@ -169,8 +172,8 @@ def learn(tree: dict) -> tuple:
     """The reference of the weights at the start, then two steps and the held-out loss from others."""
     config = configs.from_dict(tree)
     trainer = make_trainer(config, start(config))
-    data = Pairs(as_samples(made_up_pairs(43, 258)), config)
-    add_reference(trainer, data, 100)
+    data = Pairs(as_samples(made_up_pairs(43, 258), config.task == "reward"), config)
+    trainer.prepare(data, 100)
     for parameter in trainer.model.parameters():  # so that the policy is not its own reference
         parameter.data.mul_(1.2)
     before = copies(trainer.model.named_parameters())

@@ -37,6 +37,7 @@ from minitrain.data.tokenizer import fitting_tokenizer
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config
+from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, pack_row
 
 SIDES = ("chosen", "rejected")
@@ -46,7 +47,8 @@ MOCK_PAIRS = 64
 def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
     """Return the training pairs in rows, and the held-out ones, or None; see `open_chats`.
 
-    A pair fits a row: a chat of more than half a row is truncated, or its pair dropped. So is a
+    A pair fits a row: a chat of more than half a row is truncated, or its pair dropped, as it is in
+    any case with task=reward, for which a chat's last token counts. So is a
     pair whose chats are the same, as far as they fit.
     """
     data = config.data
@@ -59,8 +61,9 @@ def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
     def read(record: dict) -> list[Sample]:
         shown = read_shown(record)
         chats = read_pair(record)
-        return [make_sample(*encode_chat(chat, template, tokenizer, shown)) for chat in chats]
+        return [make(*encode_chat(chat, template, tokenizer, shown)) for chat in chats]
 
+    make = scored_sample if config.task == "reward" else make_sample
     skips = Skips(data.on_error == "skip")
     pairs = []
     dropped = truncated = alike = 0
@@ -90,6 +93,13 @@ def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
         pairs, held = split_off(pairs, data.validation, config.seed)
         held = Pairs(held, config)
     return Pairs(pairs, config, note=counts, template=template), held
+
+
+def scored_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:
+    """Return the sample of a chat that is scored at its last token: there alone is a label, 0."""
+    labels = np.full(len(tokens), IGNORE)
+    labels[-1:] = np.where(said.any(), 0, IGNORE)
+    return Sample(tokens, labels)
 
 
 def mock_pairs(config: Config, split: int) -> "Pairs":

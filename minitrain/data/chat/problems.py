@@ -154,15 +154,20 @@ def encode_problem(
     """
     shown = read_shown(row)
     prompt = encode_question(messages, template, tokenizer, shown)
-    begun = ""
-    if messages[-1].role == "assistant":
-        *messages, last = messages
-        begun = last.content or ""
-    chat = [*messages, Message("assistant", begun + answer)]
+    chat, begun = answered(messages, answer)
     reply = split_reply(make_sample(*encode_chat(chat, template, tokenizer, shown)))[1]
     if begun:
         reply = [*encode_after(begun, answer, tokenizer.encode), reply[-1]]
     return Problem(prompt, reply, answer, row)
+
+
+def answered(messages: Chat, answer: str) -> tuple[Chat, str]:
+    """Return the chat with a reply, and the beginning of it with which the messages may end."""
+    begun = ""
+    if messages[-1].role == "assistant":
+        *messages, last = messages
+        begun = last.content or ""
+    return [*messages, Message("assistant", begun + answer)], begun
 
 
 def check_length(problem: Problem, config: Config) -> None:

@@ -144,8 +144,7 @@ def keep_tokens(
 
     made_of: what tells the file from others. skips: gets those of the time when it was written.
     """
-    name = hashlib.sha256(repr((readers_digest(), made_of)).encode()).hexdigest()[:32]
-    file = Path(folder, f"{name}.tokens")
+    file = Path(folder, f"{digest_of(made_of)}.tokens")
     index = file.with_suffix(".npz")
     with refused(f"data.cache={folder} cannot be used"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +158,11 @@ def keep_tokens(
                 np.savez(written, lengths=lengths, sizes=sizes, skipped=skipped)
                 written.rename(index)
         return _read_kept(file, index, token_dtype(tokenizer), skips)
+
+
+def digest_of(made_of: tuple) -> str:
+    """Return a digest of what decides the tokens of some files, with this version of minitrain/data."""
+    return hashlib.sha256(repr((readers_digest(), made_of)).encode()).hexdigest()[:32]
 
 
 @cache

@@ -266,6 +266,13 @@ def _open_documents(
     return train, held
 
 
+def stamps_of(files: list[Path], tokenizer: str) -> list[tuple]:
+    """Return paths, sizes and times of files of texts, and of those of a tokenizer, by its name."""
+    own = tokenizer_file(tokenizer)
+    seen = [*files, *(with_companions(own) if own else [])]
+    return [(str(file.resolve()), stamp_of(file)) for file in seen]
+
+
 def _tokenize_files(
     files: list[Path], data: Data, tokenizer: Tokenizer, skips: Skips
 ) -> tuple[Corpus, bool]:
@@ -279,9 +286,7 @@ def _tokenize_files(
     else:
         documents = read_records(files, partial(_document, data.field), skips)
     if data.cache:
-        own = tokenizer_file(data.tokenizer)
-        seen = [*files, *(with_companions(own) if own else [])]
-        stamps = [(str(file.resolve()), stamp_of(file)) for file in seen]
+        stamps = stamps_of(files, data.tokenizer)
         made_of = data.kind, data.field, data.on_error, tokenizer.below, stamps
         corpus = keep_tokens(documents, tokenizer, data.cache, made_of, skips)
         lone = len(corpus.lengths) == 1 and len(corpus) > 3 and data.validation > 0

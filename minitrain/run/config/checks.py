@@ -33,7 +33,7 @@ VIDEOS = ("latents", "shapes")
 # kinds of data that can be mixed
 SOURCES = ("text", "jsonl", "tokens")
 # tasks that train on chats
-CHATS = ("sft", "lora", "dpo")
+CHATS = ("sft", "lora", "dpo", "reward")
 
 
 def validate(c: Config) -> None:
@@ -317,7 +317,7 @@ def _held_out_faults(c: Config) -> Faults:
         exact and p.tp * p.cp * p.pp > 1,
         f"validation.exact_match={exact} generates token by token, so tp, cp and pp must be 1",
     )
-    chats = c.task in CHATS and d.kind == "jsonl"
+    chats = c.task in CHATS[:-1] and d.kind == "jsonl"
     yield (
         exact and not (chats and held),
         f"validation.exact_match={exact} needs chats that are held out: task=sft, lora or dpo, data.kind=jsonl and "
@@ -329,6 +329,10 @@ def _language_faults(c: Config) -> Faults:
     model = c.model.config
     check_family(model)
     kind = c.data.kind
+    yield (
+        model.num_labels and c.task != "reward",
+        f"model.num_labels={model.num_labels}: a model with a score as its head is for task=reward, not {c.task}",
+    )
     yield (
         c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
         f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "

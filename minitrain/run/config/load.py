@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minitrain.errors import InputError
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig, as_classifier
 from minitrain.models.wan_config import WanConfig
 from minitrain.models.zoo import model_config
 from minitrain.run.config.config_yaml import (
@@ -38,9 +38,15 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
 def from_dict(tree: dict) -> Config:
     """Return a checked Config from nested dicts, such as a YAML file holds."""
     tree = dict(tree)
+    # whose given keys are asked for below
+    for key in ("data", "lora"):
+        if isinstance(word := tree.get(key), str) and word.startswith("{"):
+            tree[key] = as_mapping(word, key)
     model = tree.pop("model", {})
     config = convert(Config, tree, "")
     config.model = _read_model(model, WanConfig if config.task == "diffusion" else DecoderConfig)
+    if config.task == "reward":
+        config.model.config = as_classifier(config.model.config)
     if config.lora is None and config.task == "lora":
         config.lora = Lora()
     elif config.lora and config.lora.path:

@@ -15,7 +15,7 @@ from torch.nn import Module
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_weights
 from minitrain.formats.peft import fill_adapters
-from minitrain.models.lora import is_adapter
+from minitrain.models.lora import is_new
 from minitrain.parallel.agreement import FOR_EVER, gather
 from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.run.config.environment import env_int, world_size
@@ -169,8 +169,9 @@ def fill_weights(config: Config, model: Module) -> None:
     path = config.model.path
     lora = config.lora
     if path:
+        # first, since files of a classifier have its head
+        initialize(model, config.seed, is_new)
         load_weights(model, path)
-        initialize(model, config.seed, is_adapter)
     else:
         initialize(model, config.seed)
     if lora and lora.path:

@@ -195,6 +195,9 @@ def next_command(config: Config, folder: str) -> str:
     if (config.lora and not base) or not (videos or has_tokenizer(config)):
         return f"minitrain curves {shlex.quote(config.out_dir)}"
     made = f"--model {shlex.quote(base)} --adapter {out}" if config.lora else f"--model {out}"
+    if config.task == "reward":
+        used = f"train --config train/grpo-own-reward grpo.reward={out}"
+        return f"minitrain {f'merge {made} --out FOLDER' if config.lora else used}"
     if config.data.kind == "shapes":
         made += f" --task diffusion --prompts shapes --out {out}/sheet.png"
     elif videos:

@@ -18,7 +18,7 @@ from minitrain.formats.config_hf import end_also_at
 from minitrain.formats.hf import check_free_of_adapters, save_tensors
 from minitrain.formats.peft import save_adapter
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.lora import is_adapter
+from minitrain.models.lora import is_new
 from minitrain.models.zoo import model_config
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import full_tensors
@@ -35,7 +35,7 @@ def export(
     All ranks call it; rank 0 writes.
     asks: the prompt before replies in training, if it differs from that of the tokenizer's template.
     """
-    wanted = is_adapter if config.lora else lambda name: True
+    wanted = is_new if config.lora else lambda name: True
     model = trainer.model
     if isinstance(model, Pipeline):
         tensors = model.full_tensors(wanted)

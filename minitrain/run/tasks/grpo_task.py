@@ -1,5 +1,6 @@
 """Run GRPO as a `Task`: checkpoints, files and export around the steps of grpo/policy_loop.py."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,9 +35,10 @@ from minitrain.run.checkpoint.checkpointer import (
     save_step,
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.launch.start import fill_weights, set_timeout, start
+from minitrain.run.launch.start import fill_weights, pick_device, set_timeout, start
 from minitrain.run.monitor.progress import amount, validation
 from minitrain.run.tasks.exports import export
+from minitrain.run.tasks.reward_model import reward_model
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
@@ -62,7 +64,11 @@ class PolicyData(NamedTuple):
 
 def open_policy_data(config: Config) -> PolicyData:
     """Open the reward and the problems of a run. Raises InputError for mistakes in them."""
-    reward = load_reward(config.grpo.reward)
+    name = config.grpo.reward
+    if os.path.isdir(name):
+        reward = reward_model(name, pick_device(config.device), config.grpo.prompt_key)
+    else:
+        reward = load_reward(name)
     make = config.grpo.environment and load_environment(config.grpo.environment)
     problems, held_out, tokenizer, ends = open_problems(config)
     template = choose_template(config.data.template, tokenizer)

@@ -158,7 +158,7 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
     is_decoder = config.task != "diffusion"
     if is_decoder and not config.lora and (fault := export_fault(shape)):
         notes.append(f"note: {fault}: it will be saved for minitrain alone, not for transformers")
-    if not config.model.path and (config.lora or config.task in ("sft", "grpo", "dpo")):
+    if not config.model.path and (config.lora or config.task in ("sft", "grpo", "dpo", "reward")):
         notes.append("note: what is fine-tuned are random weights (model=FOLDER names others)")
     if is_decoder and shape.extra_config and (left_out := ", ".join(not_trained_with(shape))):
         notes.append(f"note: config.json says {left_out}, which training here is without")
