@@ -38,6 +38,7 @@ class Source:
     # kind of its files; default: data.kind
     kind: Literal["text", "jsonl", "tokens"] | None = None
     field: str | None = None  # key that holds the text; default: data.field
+    teacher: str = ""  # whose distributions are learned on it; default: distill.teacher
 
     @property
     def label(self) -> str:
@@ -337,6 +338,21 @@ class DPO:
     length_normalized: bool = False
 
 
+@dataclass
+class Distill:
+    """Learning from a teacher: see training/distillation.py, and for task=grpo grpo/objective.py."""
+
+    # folder of a model of the same vocabulary, which teaches; base: the model without its adapters;
+    # unset, there is none
+    teacher: str = ""
+    # how the student's distribution is compared with the teacher's: KL(teacher || student),
+    # KL(student || teacher), or the Jensen-Shannon divergence
+    divergence: Literal["forward", "reverse", "js"] = "forward"
+    beta: float = number(0.5, 0.001, 0.999)  # share of the teacher in the mixture of js
+    # divides the logits of both; with task=grpo those of the teacher alone
+    temperature: float = number(1.0, 0.01, 1000)
+
+
 DECODER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WAN_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 TARGETS = DECODER_TARGETS + WAN_TARGETS
@@ -432,6 +448,7 @@ class Config:
     rollout: Rollout = setting(default_factory=Rollout)
     grpo: GRPO = setting(default_factory=GRPO)
     dpo: DPO = setting(default_factory=DPO)
+    distill: Distill = setting(default_factory=Distill)
     # weight of the loss of multi-token prediction, of models that have it (training/mtp_loss.py); 0: its
     # layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
@@ -449,3 +466,10 @@ class Config:
     # seconds that a rank waits for the others in a collective before it gives up
     timeout_s: float = number(600.0, 1, 1000000)
     reference: dict = setting(default_factory=dict)  # published figures for this config
+
+    @property
+    def teachers(self) -> list[str]:
+        """Return the teacher of each source, or of all data; none if there is no distillation."""
+        given = [source.teacher or self.distill.teacher for source in self.data.sources]
+        given = given or [self.distill.teacher]
+        return given if any(given) else []

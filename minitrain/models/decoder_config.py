@@ -7,7 +7,7 @@ A family is a choice of these fields. `zoo.py` holds their values for each publi
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from minitrain.errors import Faults, InputError, refuse
 from minitrain.models.limits import check_fields
@@ -351,3 +351,12 @@ def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[in
     for ids in (*known, config.eos_token_id, config.generation_config.get("eos_token_id")):
         found += ids if isinstance(ids, list) else [ids]
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
+
+
+def check_vocabulary(config: DecoderConfig, other: Any, name: str) -> None:
+    """Raise InputError for a second model that knows more or fewer tokens. name: what it is."""
+    # a diffusion model knows none
+    sizes = [getattr(each, "vocab_size", 0) for each in (other, config)]
+    if sizes[0] != sizes[1]:
+        told = f"the {name} knows {sizes[0]:,} tokens, and the model {sizes[1]:,}"
+        raise InputError(f"{told} (use a {name} of the same tokenizer)")

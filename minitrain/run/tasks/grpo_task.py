@@ -34,7 +34,7 @@ from minitrain.run.checkpoint.checkpointer import (
     save_step,
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.launch.start import fill_weights, set_timeout, start
+from minitrain.run.launch.start import fill_weights, make_teachers, set_timeout, start
 from minitrain.run.monitor.progress import amount, validation
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
@@ -115,6 +115,9 @@ class GrpoTask:
             self.load_draft(ranks, meshes.batch.device_type),
         )
         self.policy = self.loop.policy
+        if self.policy and config.teachers:
+            teachers = make_teachers(config, meshes)
+            self.policy.teacher = teachers.get(config.distill.teacher)
 
     def load_draft(self, ranks: Ranks, device_type: str) -> Decoder | None:
         """Return the model that drafts on this rank, if it samples."""
