@@ -313,6 +313,9 @@ class GRPO:
     overlong_filter: bool = False  # leave truncated responses out of the loss
     # age of the sampler's weights in steps; 1: sampling and training can overlap
     lag: Literal[0, 1] = 0
+    # train with the experts that the sampler's routers chose, token by token (R3, Ma et al. 2025): else
+    # rounding makes others of them, and the policy another one than what was sampled from
+    replay_routing: bool = False
     # number of ranks, the last ones, that only sample while the others only train (needs lag=1);
     # 0: all do both
     generation_ranks: int = number(0, 0)

@@ -132,8 +132,12 @@ class PolicyTrainer:
         """
         temperature = temperature or self.config.rollout.temperature
         compute = partial(label_log_probs, temperature=temperature)
+        inputs = batches
+        if model is not self.model:
+            # other models route as they do
+            inputs = [{k: v for k, v in batch.items() if k != "routes"} for batch in batches]
         with without_adapters(self.model) if model is None else nullcontext():
-            outputs = self.trainer.outputs(compute, batches, model)
+            outputs = self.trainer.outputs(compute, inputs, model)
         # earlier stages of a pipeline have no outputs
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output

@@ -353,6 +353,12 @@ def find_ends(config: DecoderConfig, *known: int | list[int] | None) -> tuple[in
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))
 
 
+def routing_width(config: DecoderConfig) -> int:
+    """Return how many experts a token has in all layers."""
+    layers = sum(config.parts(layer)[1] == "moe" for layer in range(config.num_layers))
+    return layers * config.num_experts_per_tok
+
+
 def check_vocabulary(config: DecoderConfig, other: Any, name: str) -> None:
     """Raise InputError for a second model that knows more or fewer tokens. name: what it is."""
     # a diffusion model knows none

@@ -63,6 +63,7 @@ def validate(c: Config, of_shape: bool = False) -> None:
         (p.pp > 1, pipeline_faults),
         (True, _distill_faults),
         (c.task == "grpo", _grpo_faults),
+        (c.task == "grpo" and c.grpo.replay_routing, _replay_faults),
     ]
     for concerned, faults in checks:
         if concerned and (faults in OF_SHAPE or not of_shape):
@@ -455,6 +456,27 @@ def _grpo_faults(c: Config) -> Faults:
     yield (
         g.generation_ranks and not g.lag,
         f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1",
+    )
+
+
+def _replay_faults(c: Config) -> Faults:
+    yield (
+        not c.model.config.num_experts,
+        "grpo.replay_routing=true needs a model with experts (use false)",
+    )
+    for name, size in (
+        ("parallel.pp", c.parallel.pp),
+        ("parallel.tp", c.parallel.tp),
+        ("rollout.tp", c.rollout.tp),
+    ):
+        yield (
+            size > 1,
+            f"grpo.replay_routing=true with {name}={size}: ranks do not know the experts of all their tokens "
+            f"(use {name}=1)",
+        )
+    yield (
+        c.compile,
+        "grpo.replay_routing=true has not been tried with compile=true (use false for one of them)",
     )
 
 

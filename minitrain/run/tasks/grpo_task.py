@@ -24,6 +24,7 @@ from minitrain.grpo.policy_loop import PolicyLoop, Ranks
 from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
 from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import routing_width
 from minitrain.parallel.agreement import gather, lead, together, wait_for_all
 from minitrain.rollout.drafting import MTP
 from minitrain.run.checkpoint.checkpoint_files import complete_steps
@@ -150,6 +151,12 @@ class GrpoTask:
     def about(self) -> Iterator[str]:
         if self.config.precision == "fp8":
             yield "precision=fp8: the sampler computes in bf16"
+        if self.config.grpo.replay_routing:
+            size = 2 * routing_width(self.config.model.config)
+            yield (
+                f"grpo.replay_routing: {size:,} bytes of experts per token, in the sampler's pages, and of a step's "
+                f"responses on the host"
+            )
         if self.policy:
             trainer = self.policy.trainer
             yield from fp8_notes(trainer.model, trainer.config, trainer.meshes)
