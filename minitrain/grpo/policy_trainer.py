@@ -23,6 +23,7 @@ from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.grpo.weight_sync import Shards
 from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
+from minitrain.models.router import replay_routing
 from minitrain.parallel.context import local_tokens
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.shards import full_tensor, local_shard, to_local
@@ -96,6 +97,8 @@ class PolicyTrainer:
                 self.add_log_probs("teacher", self.teacher, every, warmth)
         with self.phase("training"):
             results = [self.trainer.update(batches, step) for batches in updates]
+            # the sampler may use the same model
+            replay_routing(self.model, None)
             # only now does the host wait for the device
             results = [{key: value.item() for key, value in result.items()} for result in results]
             numbers = {

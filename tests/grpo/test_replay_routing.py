@@ -2,6 +2,8 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 from minitrain import Sampler, SamplingParams, train
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Response, packed_routes
+from minitrain.grpo.batches import Response, pack_micro_batches, packed_routes, response_sample
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.models.router import Router
 from minitrain.models.zoo import empty_model, model_config
@@ -19,8 +21,11 @@ from minitrain.run.launch.start import start
 from minitrain.run.tasks.rollout_files import read_rollouts
 from minitrain.settings import Rollout
 from minitrain.training.build import initialize
+from minitrain.training.log_probs import label_log_probs
+from tests.helpers import environments
 from tests.helpers.grpo import TREE
 from tests.helpers.oracle import check_close, snapshot
+from tests.helpers.sampling import make
 
 FAMILIES = [
     "mixtral-8x7b-tiny",
@@ -125,6 +130,28 @@ def test_the_ratio_on_policy_is_one_and_gradients_are_those_of_the_replayed_expe
     assert other["token_mult_prob_error"] > 1.01
 
 
+def test_turns_of_an_environment_are_replayed():
+    """What was said in between, too: the log-probabilities of all drawn tokens are the sampler's."""
+    moe = partial(make, "mixtral-8x7b", num_layers=2)
+    with mock.patch.object(environments, "make", lambda name, **fields: moe(**fields)):
+        worker, problems = environments.talking_worker(environments.Scripted)
+    worker.sampler.records = True
+    with mock.patch.object(Router, "_select", perturbed), torch.no_grad():
+        groups = worker.collect(problems, 0)
+    shape = worker.sampler.model.config
+    grpo = replace(worker.config.grpo, replay_routing=True)
+    config = replace(worker.config, grpo=grpo, model=replace(worker.config.model, config=shape))
+    responses = [response for group in groups for response in group]
+    assert max(response.turns for response in responses) > 1
+    batches = pack_micro_batches(
+        [response_sample(r, 0.0, config) for r in responses], config, 0, 1
+    )
+    for batch in batches:
+        with torch.no_grad():
+            found = label_log_probs(worker.sampler.model, batch)
+        torch.testing.assert_close(found, batch["sampled"], atol=1e-4, rtol=0)
+
+
 def test_layouts_learn_as_one_process(pool):
     """Experts over ranks, sequences over ranks, everything computed twice; two updates. Pages are few, so that samples
     were preempted."""
@@ -142,11 +169,12 @@ def test_layouts_learn_as_one_process(pool):
 
 
 def test_a_run_keeps_the_experts_and_tells_their_memory(tmp_path, capsys):
-    """One step off and resumed, so that responses come from their file."""
+    """One step off and resumed, so that responses come from their file, and those of step 3 from a model that has
+    trained."""
     tree = make_tree(FAMILIES[0], data={"template": "plain"}, rollout={"max_tokens": 8})
     tree["grpo"] = tree["grpo"] | {"lag": 1}
     (tmp_path / "x.yaml").write_text(json.dumps(tree))
-    for steps in (2, 3):
+    for steps in (3, 4):
         words = [f"out_dir={tmp_path}/out", f"steps={steps}", "checkpoint.every=1"]
         train.main(["--config", str(tmp_path / "x.yaml"), *words])
     config = configs.from_dict(tree)
@@ -156,7 +184,7 @@ def test_a_run_keeps_the_experts_and_tells_their_memory(tmp_path, capsys):
     )
     lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
-    for group in read_rollouts(tmp_path / "out/rollouts/step-00000003.jsonl"):
+    for group in read_rollouts(tmp_path / "out/rollouts/step-00000004.jsonl"):
         for response in group:
             experts = response.experts(config)
             assert experts.shape == (len(response.prompt + response.response) - 1, 2 * layers)
