@@ -452,8 +452,8 @@ class Config:
     grpo: GRPO = setting(default_factory=GRPO)
     dpo: DPO = setting(default_factory=DPO)
     distill: Distill = setting(default_factory=Distill)
-    # weight of the loss of multi-token prediction, of models that have it (training/mtp_loss.py); 0: its
-    # layers stay as they are
+    # weight of the loss of multi-token prediction, of models that have it (training/mtp_loss.py);
+    # 0: its layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
     compile: bool = False  # compile the model with torch.compile, block by block
     # which activations are recomputed; n: those of every n-th block (see parallel/recompute.py)
