@@ -38,6 +38,7 @@ class Source:
     # kind of its files; default: data.kind
     kind: Literal["text", "jsonl", "tokens"] | None = None
     field: str | None = None  # key that holds the text; default: data.field
+    teacher: str = ""  # whose distributions are learned on it; default: distill.teacher
 
     @property
     def label(self) -> str:
@@ -312,6 +313,9 @@ class GRPO:
     overlong_filter: bool = False  # leave truncated responses out of the loss
     # age of the sampler's weights in steps; 1: sampling and training can overlap
     lag: Literal[0, 1] = 0
+    # train with the experts that the sampler's routers chose, token by token (R3, Ma et al. 2025): else
+    # rounding makes others of them, and the policy another one than what was sampled from
+    replay_routing: bool = False
     # number of ranks, the last ones, that only sample while the others only train (needs lag=1);
     # 0: all do both
     generation_ranks: int = number(0, 0)
@@ -335,6 +339,21 @@ class DPO:
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     # use the mean of a reply's log-probabilities over its tokens in place of their sum
     length_normalized: bool = False
+
+
+@dataclass
+class Distill:
+    """Learning from a teacher: see training/distillation.py, and for task=grpo grpo/objective.py."""
+
+    # folder of a model of the same vocabulary, which teaches; base: the model without its adapters;
+    # unset, there is none
+    teacher: str = ""
+    # how the student's distribution is compared with the teacher's: KL(teacher || student),
+    # KL(student || teacher), or the Jensen-Shannon divergence
+    divergence: Literal["forward", "reverse", "js"] = "forward"
+    beta: float = number(0.5, 0.001, 0.999)  # share of the teacher in the mixture of js
+    # divides the logits of both; with task=grpo those of the teacher alone
+    temperature: float = number(1.0, 0.01, 1000)
 
 
 DECODER_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -437,6 +456,7 @@ class Config:
     rollout: Rollout = setting(default_factory=Rollout)
     grpo: GRPO = setting(default_factory=GRPO)
     dpo: DPO = setting(default_factory=DPO)
+    distill: Distill = setting(default_factory=Distill)
     # weight of the loss of multi-token prediction, of models that have it (training/mtp_loss.py);
     # 0: its layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
@@ -454,3 +474,10 @@ class Config:
     # seconds that a rank waits for the others in a collective before it gives up
     timeout_s: float = number(600.0, 1, 1000000)
     reference: dict = setting(default_factory=dict)  # published figures for this config
+
+    @property
+    def teachers(self) -> list[str]:
+        """Return the teacher of each source, or of all data; none if there is no distillation."""
+        given = [source.teacher or self.distill.teacher for source in self.data.sources]
+        given = given or [self.distill.teacher]
+        return given if any(given) else []

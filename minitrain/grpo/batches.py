@@ -3,12 +3,14 @@
 Every rank has all responses of a step, packs them into the same rows, and takes its share of these.
 """
 
+import base64
 import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from minitrain.models.decoder_config import routing_width
 from minitrain.parallel.pipeline_split import pipeline_needs
 from minitrain.settings import Config, Parallel
 from minitrain.training.loss import IGNORE
@@ -32,6 +34,7 @@ class Response:
     problems: number sampled by all steps up to the end of its step.
     sampled: `averages` of all that was sampled for its step, if some of it was replaced.
     settings: digest of the settings it was sampled and rewarded with.
+    routes: with grpo.replay_routing, the experts of its tokens but the last, in base64, see `experts`.
     """
 
     group: int
@@ -50,6 +53,7 @@ class Response:
     given: list[list[int]] = field(default_factory=list)
     turns: int = 0
     failure: str = ""
+    routes: str = ""
 
     def drawn(self) -> np.ndarray:
         """Return which tokens of the response the policy has drawn, bool [tokens]."""
@@ -57,6 +61,22 @@ class Response:
         for first, end in self.given:
             drawn[first:end] = False
         return drawn
+
+    def experts(self, config: Config) -> np.ndarray:
+        """Return the experts of all tokens but the last, int16 [tokens - 1, layers x top_k].
+
+        -1 where the sampler has not computed a token: what an environment said at the end.
+        """
+        width = routing_width(config.model.config)
+        known = np.frombuffer(base64.b64decode(self.routes), "<i2").reshape(-1, width)
+        experts = np.full((len(self.prompt) + len(self.response) - 1, width), -1, np.int16)
+        experts[: len(known)] = known
+        return experts
+
+
+def packed_routes(routes: np.ndarray | None) -> str:
+    """Return recorded experts, int16 [tokens, layers x top_k], as text, which JSON can hold."""
+    return "" if routes is None else base64.b64encode(routes.astype("<i2").tobytes()).decode()
 
 
 def pack_micro_batches(
@@ -74,7 +94,9 @@ def pack_micro_batches(
     # collectives need equally many micro-batches on all ranks: add empty rows
     bins += [[] for _ in range(count * micro * ranks - len(bins))]
     padding = dict.fromkeys(samples[0], 0.0) | PADDING
-    nothing = {key: np.empty(0, column.dtype) for key, column in samples[0].items()}
+    if "routes" in padding:
+        padding["routes"] = -1
+    nothing = {key: column[:0] for key, column in samples[0].items()}
     rows = [
         pack_row([samples[i] for i in each] or [nothing], length, padding)
         for each in bins[rank::ranks]
@@ -104,13 +126,18 @@ def response_sample(rollout: Response, advantage: float, config: Config) -> Exam
         values = np.broadcast_to(np.asarray(values, np.float32), size)
         return np.concatenate([np.zeros(before, np.float32), values])
 
+    routes = {"routes": rollout.experts(config)} if config.grpo.replay_routing else {}
     weight = 1 / max(1, drawn.sum()) if config.grpo.aggregation == "sequence" else 1.0
-    return reply_sample(rollout.prompt, rollout.response, drawn & (not filtered)) | {
-        "advantages": column(advantage * drawn),
-        "sampled": column(rollout.log_probs),
-        "weights": column(weight * drawn),
-        "starts": column((np.arange(size) == 0) & (not filtered)),
-    }
+    return (
+        reply_sample(rollout.prompt, rollout.response, drawn & (not filtered))
+        | routes
+        | {
+            "advantages": column(advantage * drawn),
+            "sampled": column(rollout.log_probs),
+            "weights": column(weight * drawn),
+            "starts": column((np.arange(size) == 0) & (not filtered)),
+        }
+    )
 
 
 def reply_sample(

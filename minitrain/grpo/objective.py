@@ -16,6 +16,10 @@ The loss of a token, whose sequence has the advantage A (grpo/advantages.py), is
     w   exp(old - sampled), the importance weight, truncated or masked (`importance`): the sampler's
         kernels, precision or weights may differ from the trainer's. A constant in the gradient
 
+On-policy distillation (Agarwal et al. 2023; Thinking Machines 2025) learns from a teacher in place
+of rewards: a token's A is log p(teacher) - old. Its mean over samples of the policy is
+-KL(policy || teacher), per token, and the policy gradient with it lowers that divergence.
+
 The loss of a step is the weighted sum over all response tokens, on all ranks and in all
 micro-batches, divided once:
 
@@ -176,8 +180,8 @@ class PolicyGradient:
     tokens, positions, document_ids: packed sequences.
     labels: the next token where that is part of a response, or IGNORE.
     advantages: the advantage of the label's sequence.
-    sampled, old, reference: the label's log-probability under these policies, the last two where
-        `settings` needs them. Without `old` the log-probabilities of this pass stand for it: r is
+    sampled, old, reference, teacher: the label's log-probability under these policies, the last
+        three where they are needed. Without `old` the log-probabilities of this pass stand for it: r is
         1, with a gradient.
     weights: of the label in the sum. starts: 1 at a sequence's first label.
 
@@ -270,7 +274,7 @@ def token_losses(
     """Return each token's loss, 0 without a label, and terms to log; all [rows, seq].
 
     clip_fraction: 1 where a limit of the surrogate changes a token's loss or its weight.
-    kl: k3 to the reference, or without one to the weights that the step began with.
+    kl: k3 to the reference, without one to the teacher, or to the weights that the step began with.
     importance: w. masked: 1 where w is 0.
     Two terms show how far sampler and trainer differ; they are 1 and 0 if they agree:
     token_mult_prob_error: exp |sampled - old|. generation_kl_error: k3 of KL(sampler || trainer).
@@ -281,12 +285,15 @@ def token_losses(
     advantages = batch["advantages"]
     # without `old` this is the step's only update, and the weights are still the old ones
     old = batch.get("old", log_probs.detach())
+    reference = batch.get("reference", old)
+    if "teacher" in batch:
+        advantages = batch["teacher"] - old
+        reference = batch.get("reference", batch["teacher"])
     mean = partial(sequence_mean, valid=valid, document_ids=batch["document_ids"])
     log_ratio = log_probs - old
     if settings.ratio == "sequence":
         log_ratio = mean(log_ratio)
     losses, clipped = surrogate(settings, log_probs, log_ratio, advantages)
-    reference = batch.get("reference", old)
     if settings.kl:
         losses = losses + settings.kl * kl_estimate(
             settings.kl_estimator, log_probs, reference, old

@@ -119,6 +119,7 @@ class PolicyLoop:
             samples = most_samples(config, replicas)
             longest = config.batch.seq_len + 1
             sampler = Sampler(model, tokenizer, config.rollout, samples, longest, draft)
+            sampler.records = config.grpo.replay_routing
             play = talk and partial(Environments, config, *talk, group=ranks.sampler)
             self.worker = RolloutWorker(
                 config, sampler, tokenizer, ends, reward, replica, replicas, ranks.samplers, play

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 
@@ -23,6 +23,7 @@ from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
 from minitrain.grpo.weight_sync import Shards
 from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
+from minitrain.models.router import replay_routing
 from minitrain.parallel.context import local_tokens
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.shards import full_tensor, local_shard, to_local
@@ -38,7 +39,7 @@ from minitrain.training.packing import Batch
 
 
 class PolicyTrainer:
-    """A Trainer of the policy, and the reference model if grpo.kl needs one.
+    """A Trainer of the policy, the reference model if grpo.kl needs one, and a teacher.
 
     phase(name): a context around a part of a step: `logprobs` or `training`. It loads what the
         part needs in memory (offload.py), and counts its time.
@@ -63,6 +64,8 @@ class PolicyTrainer:
         self.model = self.trainer.model
         self.device = self.trainer.device
         self.reference: Module | None = None
+        # set by who makes it; None: the policy without its adapters, if distill.teacher says so
+        self.teacher: Module | None = None
 
     # --- training
 
@@ -75,9 +78,11 @@ class PolicyTrainer:
         size = self.config.batch.global_
         with self.phase("logprobs"):
             # one advantage for each response, in the order of `groups`
-            values = (
-                advantages(rewards(groups), grpo.baseline, grpo.std_scaling).flatten().tolist()
-            )
+            # a teacher gives each token its own
+            values = [0.0] * sum(map(len, groups))
+            if not self.config.teachers:
+                given = advantages(rewards(groups), grpo.baseline, grpo.std_scaling)
+                values = given.flatten().tolist()
             pairs = zip(chain(*groups), values, strict=True)
             samples = [response_sample(rollout, value, self.config) for rollout, value in pairs]
             updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]
@@ -85,14 +90,15 @@ class PolicyTrainer:
             every = list(chain(*updates))
             if len(updates) > 1:
                 self.add_log_probs("old", self.model, every)
-            if self.reference is not None:
+            if self.reference is not None or grpo.kl:
                 self.add_log_probs("reference", self.reference, every)
-            # with LoRA, the model without adapters is the reference
-            elif grpo.kl:
-                with without_adapters(self.model):
-                    self.add_log_probs("reference", self.model, every)
+            if self.config.teachers:
+                warmth = self.config.distill.temperature
+                self.add_log_probs("teacher", self.teacher, every, warmth)
         with self.phase("training"):
             results = [self.trainer.update(batches, step) for batches in updates]
+            # the sampler may use the same model
+            replay_routing(self.model, None)
             # only now does the host wait for the device
             results = [{key: value.item() for key, value in result.items()} for result in results]
             numbers = {
@@ -115,13 +121,26 @@ class PolicyTrainer:
             batches = [with_next_tokens(each, self.further.depths) for each in batches]
         return [local_tokens(each, cp, self.config.parallel.context) for each in batches]
 
-    def add_log_probs(self, name: str, model: Module, batches: list[Batch]) -> None:
+    def add_log_probs(
+        self,
+        name: str,
+        model: Module | None,
+        batches: list[Batch],
+        temperature: float | None = None,
+    ) -> None:
         """Add the labels' log-probabilities under `model` to each batch, fp32 [micro, seq / cp].
 
+        model: None for the policy without its adapters. temperature: by default the sampler's.
         In a pipeline only the last stage has them.
         """
-        compute = partial(label_log_probs, temperature=self.config.rollout.temperature)
-        outputs = self.trainer.outputs(compute, batches, model)
+        temperature = temperature or self.config.rollout.temperature
+        compute = partial(label_log_probs, temperature=temperature)
+        inputs = batches
+        if model is not self.model:
+            # other models route as they do
+            inputs = [{k: v for k, v in batch.items() if k != "routes"} for batch in batches]
+        with without_adapters(self.model) if model is None else nullcontext():
+            outputs = self.trainer.outputs(compute, inputs, model)
         # earlier stages of a pipeline have no outputs
         for batch, output in zip(batches, outputs, strict=False):
             batch[name] = output
@@ -132,8 +151,9 @@ class PolicyTrainer:
         return [state for state in states if isinstance(state, Tensor) and state.ndim]
 
     def reference_weights(self) -> list[Tensor]:
-        """Return the reference model's parameters, each [...]; none if there is no such model."""
-        return [] if self.reference is None else list(self.reference.parameters())
+        """Return the parameters of the reference and the teacher, each [...], where they are models."""
+        models = filter(None, [self.reference, self.teacher])
+        return [parameter for model in models for parameter in model.parameters()]
 
     def warm_up(self, problems: ProblemSet) -> float:
         """Train on right replies with an optimizer of its own; return the last loss.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Problem, ProblemSet, Response
+from minitrain.grpo.batches import Problem, ProblemSet, Response, packed_routes
 from minitrain.grpo.environments import Environments, Episode
 from minitrain.grpo.rewards import (
     Reward,
@@ -187,6 +187,7 @@ class RolloutWorker:
             score + self.penalty(problem.prompt, tokens),
             text,
             problem.answer,
+            routes=packed_routes(completion.routes),
         )
 
     def scored(self, group: int, problem: Problem, episode: Episode) -> Response:
@@ -207,6 +208,7 @@ class RolloutWorker:
             given=episode.given,
             turns=episode.turns,
             failure=episode.failure,
+            routes=packed_routes(episode.sample and episode.sample.routes),
         )
 
     def penalty(self, prompt: list[int], tokens: list[int]) -> float:
@@ -317,5 +319,7 @@ def sampling_settings(config: Config) -> str:
         grpo.environment_failure,
         grpo.overlong_buffer,
         grpo.overlong_penalty,
+        # responses without a record of their experts do not do then
+        *[grpo.replay_routing] * grpo.replay_routing,
     )
     return hashlib.blake2b(repr(deciding).encode(), digest_size=8).hexdigest()

@@ -90,7 +90,7 @@ class Block(nn.Module):
             return x
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, MoE):
-            return x + self.mlp(normed, document_ids)
+            return x + self.mlp(normed, document_ids, cache)
         return x + self.mlp(normed)
 
 

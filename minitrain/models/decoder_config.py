@@ -7,7 +7,7 @@ A family is a choice of these fields. `zoo.py` holds their values for each publi
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from minitrain.errors import Faults, InputError, refuse
 
@@ -410,3 +410,18 @@ def check_size(name: str, value: int, least: int = 1) -> None:
         raise InputError(
             f"model.{name}={value} must be at most {LIMITS.get(name, DEFAULT_LIMIT):,}"
         )
+
+
+def routing_width(config: DecoderConfig) -> int:
+    """Return how many experts a token has in all layers."""
+    layers = sum(config.parts(layer)[1] == "moe" for layer in range(config.num_layers))
+    return layers * config.num_experts_per_tok
+
+
+def check_vocabulary(config: DecoderConfig, other: Any, name: str) -> None:
+    """Raise InputError for a second model that knows more or fewer tokens. name: what it is."""
+    # a diffusion model knows none
+    sizes = [getattr(each, "vocab_size", 0) for each in (other, config)]
+    if sizes[0] != sizes[1]:
+        told = f"the {name} knows {sizes[0]:,} tokens, and the model {sizes[1]:,}"
+        raise InputError(f"{told} (use a {name} of the same tokenizer)")

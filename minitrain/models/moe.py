@@ -59,16 +59,19 @@ class MoE(nn.Module):
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
         self.fc2_latent_proj = nn.Linear(latent, hidden, bias=False) if latent else nn.Identity()
 
-    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, document_ids: Tensor | None = None, cache=None) -> Tensor:
         """Return the experts' output, [batch, seq, hidden] as x.
 
-        document_ids: int [batch, seq], see `Router.forward`.
+        document_ids: int [batch, seq], see `Router.forward`. cache: the layer's, which may record
+            the selected experts.
         """
         if document_ids is not None:
             # x has this rank's tokens already
             document_ids = self.split(document_ids)
         # [tokens, top_k] each
         indices, weights = self.gate(x, document_ids)
+        if cache is not None:
+            cache.record(indices)
         # [tokens, hidden or latent]
         tokens = self.fc1_latent_proj(x).flatten(0, -2)
         finish = self.dispatch(tokens, indices, weights.to(x.dtype), self.experts)

@@ -38,6 +38,9 @@ class Router(nn.Module):
         self.sigmoid = config.scoring_func == "sigmoid"
         self.num_experts = config.num_experts
         self.top_k = config.num_experts_per_tok
+        # int64 [tokens, top_k]: experts to select in the forward passes to come, where they are not
+        # negative (`replay_routing`); None: the router's own
+        self.replayed: Tensor | None = None
         # int64 [experts]: tokens per expert since the last update of the bias
         self.load: Tensor | None = None
         # []: the tokens that the auxiliary loss is averaged over, of all ranks and micro-batches;
@@ -67,6 +70,8 @@ class Router(nn.Module):
         # softmax keeps the order of logits, so they serve to select
         scores = logits.sigmoid() if self.sigmoid else logits
         indices = self._select(scores.detach())
+        if self.replayed is not None:
+            indices = self.replayed.where(self.replayed >= 0, indices)
         weights = self._weigh(scores, indices)
         valid = None if document_ids is None else document_ids.flatten() >= 0
         training = torch.is_grad_enabled()
@@ -195,6 +200,25 @@ _linear_fp32.register_autograd(
     _linear_fp32_backward,
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+# --- replay
+
+
+def replay_routing(model: nn.Module, routes: Tensor | None) -> None:
+    """Let the routers select the experts that a sampler's routers have selected, until the next call.
+
+    routes: int [batch, seq, routers x top_k], of the layers' routers in order; negative, or for None,
+    they select their own. They stay for the second forward passes of recomputation.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for n, router in enumerate(routers):
+        first = n * router.top_k
+        # those of multi-token prediction, the last ones, are not sampled with
+        known = routes is not None and first < routes.shape[-1]
+        router.replayed = None
+        if known:
+            router.replayed = routes[..., first : first + router.top_k].flatten(0, -2).long()
 
 
 # --- load balancing

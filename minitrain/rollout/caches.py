@@ -69,12 +69,24 @@ class LayerCache:
         self.caches = weakref.proxy(caches)
         self.last = last
         self.constants = None
+        # int16 [pages, page_size, top_k], if `caches` record: the experts of each token
+        self.routes: list[Tensor] = []
 
     @property
     def output_unused(self) -> bool:
         """Return whether nothing reads the layer's output, so that its MLP can be skipped."""
         # prefill only fills the caches: after the last of them nothing need be computed
-        return self.last and isinstance(self.caches.step, PromptStep)
+        skips = self.last and not self.caches.records
+        return skips and isinstance(self.caches.step, PromptStep)
+
+    def record(self, indices: Tensor) -> None:
+        """Store the experts of the step's tokens, int64 [tokens, top_k], where they are asked for."""
+        if not self.caches.records:
+            return
+        if not self.routes:
+            shape = self.caches.pages, self.caches.page_size, indices.shape[1]
+            self.routes = [zeros(shape, torch.int16, indices.device)]
+        self.routes[0][self.caches.step.kv_index] = indices.to(torch.int16)
 
     def once(self, make: Callable):
         """Return make(), computed once per set of weights."""
@@ -309,6 +321,7 @@ class Caches:
     pages, slots: how many sequences can use. One more of each, the last, is the null page and the
         null slot: padding writes there, and nothing reads them.
     layers: numbers of those that have caches; by default all.
+    records: keep the experts that routers select, beside the keys and values.
     step: the forward pass that runs, set by who begins it; None before the first.
     drafts: the caches of what drafts (drafting.py), in the same pages, slots and rows.
     rows: on the CPU, what all layers' row buffers hold.
@@ -321,7 +334,9 @@ class Caches:
         page_size: int,
         slots: int,
         layers: range | None = None,
+        records: bool = False,
     ):
+        self.records = records
         self.null_page = pages
         self.null_slot = slots
         self.pages = pages + 1
@@ -350,7 +365,17 @@ class Caches:
         if mixer == "attention":
             window = config.sliding_window if config.windowed(layer) else None
             return PagedKVCache(self, last, window)
-        return MambaCache(self, last, config.mamba) if mixer == "mamba" else None
+        if mixer == "mamba":
+            return MambaCache(self, last, config.mamba)
+        return LayerCache(self, last) if self.records else None
+
+    def routes(self, pages: list[int], count: int) -> np.ndarray:
+        """Return the recorded experts of a sequence's first tokens, int16 [count, layers x top_k]."""
+        layers = [layer.routes[0] for layer in self.layers if layer is not None and layer.routes]
+        index = on_device(pages[: -(-count // self.page_size)], layers[0].device)
+        # [tokens, top_k] each
+        parts = [routes[index].flatten(0, 1)[:count] for routes in layers]
+        return torch.cat(parts, -1).cpu().numpy()
 
     def __getitem__(self, layer: int) -> LayerCache | None:
         return self.layers[layer - self.numbers[0]]
@@ -367,7 +392,7 @@ class Caches:
         self, pages: list[tuple[int, int]], slots: list[tuple[int, int]], device: torch.device
     ) -> None:
         """Copy pages and states, each (from, to), in all layers."""
-        pairs = {"pools": pages, "states": slots}
+        pairs = {"pools": pages, "routes": pages, "states": slots}
         layers = self.layers + (self.drafts.layers if self.drafts else [])
         for name, copies in pairs.items():
             # a layer has one of the two, or no cache at all

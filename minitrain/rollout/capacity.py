@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig, routing_width
 from minitrain.models.grouped_mm import has_fast_kernel
 from minitrain.parallel.tensor_decoder import tensor_parallel_size
 from minitrain.settings import Rollout
@@ -21,7 +21,12 @@ MAX_POOL_ELEMENTS = 2**31 - 1
 
 
 def page_count(
-    cached: CachedLayers, settings: Rollout, slots: int, longest: int, last_count: int = 0
+    cached: CachedLayers,
+    settings: Rollout,
+    slots: int,
+    longest: int,
+    last_count: int = 0,
+    records: bool = False,
 ) -> int:
     """Return how many pages the pool has.
 
@@ -33,9 +38,9 @@ def page_count(
                         `slots` samples of `longest` tokens fill. One more is for the last page of a
                         prompt whose samples wait for a slot
 
-    Raises InputError for more rollout.pages than fit.
+    records: pages hold the experts of tokens, too. Raises InputError for more rollout.pages than fit.
     """
-    fitting = fitting_pages(cached, settings.page_size, 1.0)
+    fitting = fitting_pages(cached, settings.page_size, 1.0, records)
     if settings.pages:
         if settings.pages > fitting:
             raise InputError(
@@ -47,12 +52,17 @@ def page_count(
         return last_count
     # the last token is never cached
     most = slots * -(-(longest - 1) // settings.page_size) + 1
-    return max(1, min(most, fitting_pages(cached, settings.page_size, settings.memory)))
+    return max(1, min(most, fitting_pages(cached, settings.page_size, settings.memory, records)))
 
 
-def fitting_pages(cached: CachedLayers, page_size: int, share: float) -> int:
-    """Return how many pages fit into a share of the free memory, on all ranks that step together."""
-    page_bytes = 0
+def fitting_pages(
+    cached: CachedLayers, page_size: int, share: float, records: bool = False
+) -> int:
+    """Return how many pages fit into a share of the free memory, on all ranks that step together.
+
+    records: as for `page_count`; of the first model, in int16.
+    """
+    page_bytes = 2 * page_size * routing_width(cached[0][0].config) if records else 0
     widths = []
     for model, layers in cached:
         config = model.config

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.decoder_config import DecoderConfig, check_vocabulary
 from minitrain.rollout.batch import DecodingBatch, compiled_blocks
 from minitrain.rollout.caches import Caches
 from minitrain.rollout.steps import DecodingStep
@@ -126,11 +126,7 @@ def check_draft(config: DecoderConfig, draft: DecoderConfig | str) -> None:
             told = "the model has no layers of multi-token prediction"
             raise InputError(f"{told} (use a draft model's folder, or nothing)")
         return
-    # a diffusion model knows none
-    sizes = [getattr(each, "vocab_size", 0) for each in (draft, config)]
-    if sizes[0] != sizes[1]:
-        told = "the draft model knows {:,} tokens, and the model {:,}".format(*sizes)
-        raise InputError(f"{told} (use {SAME_IDS})")
+    check_vocabulary(config, draft, "draft model")
     if "M" in draft.layer_pattern:
         told = "the draft model has Mamba layers, whose states cannot be taken back"
         raise InputError(f"{told} (use one of attention alone)")

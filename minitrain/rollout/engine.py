@@ -72,6 +72,9 @@ class Sampler(Texts):
     After the weights have changed, call `refresh`. Do not sample while the model trains.
     """
 
+    # whether to keep the experts that are selected for each token, for `Completion.routes`
+    records = False
+
     def __init__(
         self,
         model: Decoder,
@@ -163,7 +166,7 @@ class Sampler(Texts):
             while self.busy:
                 self.step()
         return [
-            Completion(sample.produced, sample.logprobs, sample.finish_reason)
+            Completion(sample.produced, sample.logprobs, sample.finish_reason, sample.routes)
             for sample in samples
         ]
 
@@ -415,6 +418,8 @@ class Sampler(Texts):
                     "the model's logits are not finite: weights hold NaN or infinity, or are too large"
                 )
             whole = count == len(tokens)
+            if reason and self.records:
+                sample.routes = self.caches.routes(sample.pages, sample.cached + count)
             self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason, whole)
             produced.append((sample, tokens[:count]))
         return produced
@@ -455,14 +460,14 @@ class Sampler(Texts):
         reuse = "M" not in self.config.layer_pattern
         size = settings.page_size
         self.page_count = page_count(
-            self.cached, settings, self.slots, self.longest, self.page_count
+            self.cached, settings, self.slots, self.longest, self.page_count, self.records
         )
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(
             pages, self.slots, settings.chunk, self.steps, reuse, self.tokens
         )
         # a slot for each sample that is decoded, and one for a prefill that waits for a row
-        self.caches = Caches(self.config, pages.count, size, self.slots + 1)
+        self.caches = Caches(self.config, pages.count, size, self.slots + 1, records=self.records)
         if self.drafter:
             self.caches.add_drafts(self.drafter.model.config, self.drafter.layers)
         # columns of a block table: a sample's most pages, and the null page for positions beyond

@@ -14,6 +14,7 @@ from functools import cache
 from numbers import Integral, Real
 from typing import get_origin
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.compiler import config
@@ -118,11 +119,14 @@ class Completion:
     logprobs: each token's log-probability under the distribution it was drawn from.
     finish_reason: "stop" (a stop token or string), "length" (max_tokens or the model's positions)
     or "cancelled".
+    routes: the experts of prompt and tokens but the last, int16 [tokens - 1, layers x top_k], if the
+        sampler records them.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str
+    routes: np.ndarray | None = None
 
 
 # --- noise

@@ -23,6 +23,8 @@ from bisect import insort
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
 from minitrain.errors import InputError
 from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import SamplingParams
@@ -64,6 +66,8 @@ class Sample(CacheEntry):
     keeps: bool = False
     # guesses of the next tokens (drafting.py), if any
     drafts: list[int] = field(default_factory=list)
+    # once it has ended: int16 [tokens - 1, layers x top_k], if the sampler records experts
+    routes: np.ndarray | None = None
 
     @property
     def tokens(self) -> list[int]:

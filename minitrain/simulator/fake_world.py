@@ -33,6 +33,7 @@ from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitrain.data.datasets import open_dataset
+from minitrain.errors import InputError
 from minitrain.models.attention import Mask, apply_sinks
 from minitrain.models.merged_attention import MAX_CHANNELS, merged_attention
 from minitrain.models.quantize import is_placeholder
@@ -200,8 +201,11 @@ def trace_step(
     visible: see `counting_mask`; None keeps attention and the head's gradient as they are on CPUs.
     Marks of the trace: `forward` and `backward` where a micro-batch's passes begin, `optimizer`
     where gradients are complete. In a pipeline also (stage, kind, micro-batch), see replay.Action,
-    where an action of the schedule begins, and None where it ends.
+    where an action of the schedule begins, and None where it ends. Raises InputError for a run with
+    a teacher, which would be a second model.
     """
+    if config.teachers:
+        raise InputError("distill.teacher: a second model is not simulated (leave it out)")
     with fake_world(world_size, rank), stand_ins(visible):
         meshes = meshes_of(config, "cpu")
         tracer = Tracer(process_groups(meshes))

@@ -56,11 +56,15 @@ class LanguageModeling:
         # `linear_cross_entropy` fills it
         losses = torch.zeros(labels.shape, device=labels.device)
         loss = linear_cross_entropy(hidden, weight, labels, losses)
-        # [2, tokens]
-        numbers = torch.stack([losses, labels != IGNORE]).double()
-        sums = self.sums_by_source.to(labels.device)
-        self.sums_by_source = sums.index_add(1, sources.flatten(), numbers)
+        self.add(sources, losses, labels != IGNORE)
         return loss
+
+    def add(self, sources: Tensor, losses: Tensor, valid: Tensor) -> None:
+        """Add losses [tokens] to the sums of their sources [batch, seq]. valid: bool [tokens]."""
+        # [2, tokens]
+        numbers = torch.stack([losses, valid]).double()
+        sums = self.sums_by_source.to(losses.device)
+        self.sums_by_source = sums.index_add(1, sources.flatten(), numbers)
 
     def sums(self) -> Tensor | None:
         """Return the sums by source [2, sources] and those of multi-token prediction, in one row."""

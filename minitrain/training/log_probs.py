@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.models.cpu import matmul
+from minitrain.models.router import replay_routing
 from minitrain.training.loss import (
     VocabShard,
     find_labels,
@@ -41,6 +42,7 @@ def call(
 
     further: the loss of multi-token prediction, whose gradient is added.
     """
+    replay_routing(model, batch.get("routes"))
     inputs = {key: batch[key] for key in ("positions", "document_ids", "labels")}
     if further:
         inputs |= further.inputs(batch)

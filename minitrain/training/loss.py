@@ -11,6 +11,7 @@ Under tensor parallelism the head is split by vocabulary. Each rank computes the
 gradients of its shard, and the ranks exchange three numbers per token and shard: the maximum, the
 sum of exponentials and the label's logit.
 
+Other losses of a token's logits are chunked alike (`chunked_loss`; distillation.py has some).
 Objectives that are other functions of each token's log-probability use log_probs.py.
 """
 
@@ -30,6 +31,8 @@ from minitrain.parallel.collectives import gather_ranks
 IGNORE = -100
 # tokens at a time: matrix products still run at full rate, and the logits of a chunk fit
 CHUNK = 2048
+# from the logits of a chunk of tokens, and which these are: see `chunked_loss`
+LossOfChunk = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class VocabShard(NamedTuple):
@@ -64,11 +67,27 @@ def linear_cross_entropy(
     hidden = hidden.flatten(0, -2)
     labels = labels.flatten()
     weight, shard = vocab_shard(weight)
+
+    def of_chunk(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        if losses is None:
+            return fused(_loss_and_grad, weight)(logits, labels[chunk], shard)
+        losses[chunk], grad = fused(_losses_and_grad, weight)(logits, labels[chunk], shard)
+        return losses[chunk].sum(), grad
+
+    return chunked_loss(hidden, weight, of_chunk)
+
+
+def chunked_loss(hidden: Tensor, weight: Tensor, of_chunk: LossOfChunk) -> Tensor:
+    """Return the sum over chunks of a loss that each token has of its logits, an fp32 scalar.
+
+    hidden: [tokens, dim]; weight: this rank's rows of the head, [vocab / tp, dim].
+    of_chunk(logits, chunk): returns a chunk's loss, a scalar, and its gradient, as the logits
+        [tokens of the chunk, vocab / tp], which it may overwrite. It runs in the forward pass.
+    """
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(hidden, weight, labels, shard, losses)
-    loss_and_grad = fused(_loss_and_grad, weight)
-    chunks = split_chunks(hidden, labels)
-    return sum(loss_and_grad(matmul(x, weight.T), y, shard)[0] for x, y in chunks)
+        return _ChunkedLoss.apply(hidden, weight, of_chunk)
+    chunks = (slice(n, n + CHUNK) for n in range(0, max(1, len(hidden)), CHUNK))
+    return sum(of_chunk(matmul(hidden[chunk], weight.T), chunk)[0] for chunk in chunks)
 
 
 @torch.no_grad()
@@ -106,19 +125,15 @@ def vocab_shard(weight: Tensor) -> tuple[Tensor, VocabShard]:
     return weight, VocabShard(mesh.get_local_rank() * len(weight), mesh.get_group())
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, shard, losses):
-        # hidden: [tokens, dim]; weight: [vocab / tp, dim]; labels: [tokens]
+    def forward(ctx, hidden, weight, of_chunk):
+        # hidden: [tokens, dim]; weight: [vocab / tp, dim]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
 
         def grad_of(logits: Tensor, chunk: slice) -> Tensor:
             # logits, and what is returned: [tokens of the chunk, vocab / tp]
-            loss_of = _loss_and_grad if losses is None else _losses_and_grad
-            chunk_loss, grad = fused(loss_of, weight)(logits, labels[chunk], shard)
-            if losses is not None:
-                losses[chunk] = chunk_loss
-                chunk_loss = chunk_loss.sum()
+            chunk_loss, grad = of_chunk(logits, chunk)
             loss.add_(chunk_loss)
             return grad
 
@@ -136,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # compiled: torch's own kernel for bf16 = fp32 x fp32 reaches only 1.3 TB/s on an H200,
             # 2.4 ms for a head of 128k x 4096
             grad_weight = fused(_scaled, grad_weight)(grad_weight, grad_loss, ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

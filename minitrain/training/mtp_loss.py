@@ -25,7 +25,12 @@ from minitrain.training.packing import Batch
 def trains_further(config: Config) -> bool:
     """Return whether the config's model has multi-token prediction that this run trains."""
     depths = getattr(config.model.config, "num_nextn_predict_layers", 0)
-    return depths > 0 and config.mtp_weight > 0 and config.task != "dpo"
+    return depths > 0 and config.mtp_weight > 0 and knows_further(config)
+
+
+def knows_further(config: Config) -> bool:
+    """Return whether the run's objective can have multi-token prediction beside it."""
+    return config.task != "dpo" and (config.task == "grpo" or not config.teachers)
 
 
 def make_further_loss(config: Config) -> "FurtherLoss | None":

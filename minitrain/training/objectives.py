@@ -32,6 +32,7 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.settings import DPO, Config, Parallel
+from minitrain.training.distillation import Distillation
 from minitrain.training.dpo import Preferences
 from minitrain.training.flow import FlowMatching
 from minitrain.training.language_modeling import LanguageModeling
@@ -71,6 +72,8 @@ def make_objective(config: Config) -> Objective:
         return Scores(DPO(beta=1.0))
     if config.task != "diffusion":
         labels = [source.label for source in config.data.sources]
+        if config.teachers:
+            return Distillation(config.distill, config.teachers, labels)
         depths = config.model.config.num_nextn_predict_layers
         return LanguageModeling(labels, make_further_loss(config) if depths else None)
     model = config.model.config

@@ -72,9 +72,9 @@ def pack_row(
 ) -> Batch:
     """Concatenate samples to one row and fill it up to `length`.
 
-    samples: each value is [n], n the length of the sample.
+    samples: each value is [n, ...], n the length of the sample.
     padding: the value that fills the row, by key of the samples.
-    Returns [length] tensors by key, and int64 `positions`, which restart with every sample, and
+    Returns [length, ...] tensors by key, and int64 `positions`, which restart with every sample, and
     `document_ids`, the number of the sample, -1 in the padding.
     """
     sizes = [len(next(iter(sample.values()))) for sample in samples]
@@ -82,7 +82,7 @@ def pack_row(
     columns = {}
     for key, value in padding.items():
         parts = [sample[key] for sample in samples]
-        parts.append(np.full(sizes[-1], value, parts[0].dtype))
+        parts.append(np.full((sizes[-1], *parts[0].shape[1:]), value, parts[0].dtype))
         columns[key] = np.concatenate(parts)
     # both [length], the last size being that of the padding
     columns["positions"] = np.concatenate([np.arange(size) for size in sizes])

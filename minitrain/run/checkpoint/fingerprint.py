@@ -22,6 +22,7 @@ from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.config.load import to_dict
 from minitrain.run.launch.same_run import check_same, code_digests, flatten_settings
 from minitrain.settings import Config, Data
+from minitrain.training.distillation import BASE
 
 # blocks per file, and bytes per block; a file of fewer bytes is read as a whole
 SAMPLES = 16
@@ -66,10 +67,12 @@ def data_files(data: Data) -> list[Path]:
 
 
 def model_files(config: Config) -> list[Path]:
-    """Return the files of the model to start from, and of adapters."""
-    path = config.model.path
+    """Return the files of the model to start from, of adapters, and of teachers."""
     lora = config.lora
-    files = [Path(path, "config.json"), *weight_files(path)] if path else []
+    folders = {config.model.path, *config.teachers} - {"", BASE}
+    files = []
+    for folder in sorted(folders):
+        files += [Path(folder, "config.json"), *weight_files(folder)]
     if lora and lora.path:
         files.append(adapter_files(lora.path)[1])
     return files

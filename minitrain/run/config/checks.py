@@ -26,6 +26,7 @@ from minitrain.run.config.layout_checks import (
     unused_pipeline_faults,
 )
 from minitrain.settings import Config
+from minitrain.training.distillation import BASE
 from minitrain.training.mtp_loss import trains_further
 from minitrain.training.sigmas import check_diffusion
 
@@ -36,10 +37,11 @@ SOURCES = ("text", "jsonl", "tokens")
 CHATS = ("sft", "lora", "dpo", "reward")
 
 
-def validate(c: Config) -> None:
+def validate(c: Config, of_shape: bool = False) -> None:
     """Raise InputError for settings that contradict each other.
 
     Checks that depend on the number of ranks are in `check_layout`.
+    of_shape: only those whether a language model fits the rows and the layout.
     """
     p = c.parallel
     videos = c.task == "diffusion"
@@ -59,10 +61,12 @@ def validate(c: Config) -> None:
         (not videos and p.cp > 1, context_faults),
         (p.pp == 1, unused_pipeline_faults),
         (p.pp > 1, pipeline_faults),
+        (True, _distill_faults),
         (c.task == "grpo", _grpo_faults),
+        (c.task == "grpo" and c.grpo.replay_routing, _replay_faults),
     ]
     for concerned, faults in checks:
-        if concerned:
+        if concerned and (faults in OF_SHAPE or not of_shape):
             refuse(faults(c))
     if videos:
         check_diffusion(c.diffusion)
@@ -397,6 +401,22 @@ def _diffusion_faults(c: Config) -> Faults:
         )
 
 
+def _distill_faults(c: Config) -> Faults:
+    teachers = c.teachers
+    yield (
+        teachers and c.task not in ("pretrain", "sft", "lora", "grpo"),
+        f"distill.teacher={teachers[:1]} is for task=pretrain, sft, lora and grpo, not {c.task} (leave it out)",
+    )
+    yield (
+        not all(teachers),
+        "data.sources: some have a teacher and others none (give each one, or distill.teacher for the rest)",
+    )
+    yield (
+        BASE in teachers and not c.lora,
+        f"distill.teacher={BASE} is the model without its adapters, and there are none (use a folder, or lora)",
+    )
+
+
 def _grpo_faults(c: Config) -> Faults:
     g = c.grpo
     limit = c.rollout
@@ -407,7 +427,7 @@ def _grpo_faults(c: Config) -> Faults:
         f"data.kind={c.data.kind} holds no problems, as task=grpo needs (use jsonl or mock)",
     )
     yield c.optim.ema, f"optim.ema={c.optim.ema} is not for task=grpo, which samples (use 0)"
-    yield g.group < 2, f"grpo.group={g.group} must be at least 2"
+    yield g.group < 2 and not c.teachers, f"grpo.group={g.group} must be at least 2"
     responses = g.prompts * g.group
     yield (
         responses % c.batch.global_,
@@ -453,3 +473,34 @@ def _grpo_faults(c: Config) -> Faults:
         g.generation_ranks and not g.lag,
         f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1",
     )
+
+
+def _replay_faults(c: Config) -> Faults:
+    yield (
+        not c.model.config.num_experts,
+        "grpo.replay_routing=true needs a model with experts (use false)",
+    )
+    for name, size in (
+        ("parallel.pp", c.parallel.pp),
+        ("parallel.tp", c.parallel.tp),
+        ("rollout.tp", c.rollout.tp),
+    ):
+        yield (
+            size > 1,
+            f"grpo.replay_routing=true with {name}={size}: ranks do not know the experts of all their tokens "
+            f"(use {name}=1)",
+        )
+    yield (
+        c.compile,
+        "grpo.replay_routing=true has not been tried with compile=true (use false for one of them)",
+    )
+
+
+# what a second model must meet, too
+OF_SHAPE = (
+    _language_faults,
+    tensor_faults,
+    context_faults,
+    pipeline_faults,
+    expert_parallel_faults,
+)

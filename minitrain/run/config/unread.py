@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from minitrain.data.files import data_by_source
 from minitrain.run.config.checks import CHATS
 from minitrain.settings import Config
+from minitrain.training.mtp_loss import knows_further
 
 
 class Reader(NamedTuple):
@@ -48,11 +49,14 @@ SPLITS = Reader("no data.validation_path", lambda c: not c.data.validation_path)
 READERS: dict[str, Reader] = {
     "diffusion": Reader("task=diffusion", lambda c: c.task == "diffusion"),
     "dpo": Reader("task=dpo", lambda c: c.task == "dpo"),
+    "distill": Reader("distill.teacher", lambda c: c.teachers),
+    "distill.divergence": Reader("tasks other than grpo", lambda c: c.task != "grpo"),
+    "distill.beta": Reader("distill.divergence=js", lambda c: c.distill.divergence == "js"),
     "grpo": Reader("task=grpo", lambda c: c.task == "grpo"),
     "rollout": Reader("task=grpo", lambda c: c.task == "grpo"),
     "mtp_weight": Reader(
-        "models with num_nextn_predict_layers, except task=dpo",
-        lambda c: c.task != "dpo" and getattr(c.model.config, "num_nextn_predict_layers", 0),
+        "models with num_nextn_predict_layers, except task=dpo and distillation",
+        lambda c: getattr(c.model.config, "num_nextn_predict_layers", 0) and knows_further(c),
     ),
     "fp8": Reader("precision=fp8", lambda c: c.precision == "fp8"),
     "steps": Reader("epochs=0", lambda c: not c.epochs),

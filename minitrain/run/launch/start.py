@@ -6,14 +6,16 @@ A run is always distributed: a single process is a world of one rank, on the sam
 import logging
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
 
 from minitrain.errors import InputError
-from minitrain.formats.hf import load_weights
+from minitrain.formats.hf import load_weights, read_config
 from minitrain.formats.peft import fill_adapters
 from minitrain.models.lora import is_new
 from minitrain.parallel.agreement import FOR_EVER, gather
@@ -30,8 +32,9 @@ from minitrain.run.launch.rendezvous import (
     join_store,
 )
 from minitrain.run.launch.same_run import check_same, code_digests, flatten_settings
-from minitrain.settings import Config
-from minitrain.training.build import initialize
+from minitrain.settings import Config, Model
+from minitrain.training.build import build_model, initialize
+from minitrain.training.distillation import BASE, Distillation
 from minitrain.training.loop import Trainer
 
 
@@ -158,7 +161,37 @@ def meshes_of(config: Config, device_type: str) -> Meshes:
 
 def make_trainer(config: Config, meshes: Meshes) -> Trainer:
     """Return a Trainer with the weights of `model.path` and `lora.path`, where there are such."""
-    return Trainer(config, meshes, fill=fill_weights)
+    trainer = Trainer(config, meshes, fill=fill_weights)
+    if isinstance(trainer.objective, Distillation):
+        trainer.objective.make_teachers = partial(make_teachers, config, meshes)
+    return trainer
+
+
+def make_teachers(config: Config, meshes: Meshes) -> dict[str, Module]:
+    """Return the frozen model of each teacher's folder, laid out as the run's; none for BASE."""
+    return {
+        folder: build_model(
+            teacher_config(config, folder), meshes, fill_weights, trained=False
+        ).requires_grad_(False)
+        for folder in dict.fromkeys(config.teachers)
+        if folder != BASE
+    }
+
+
+def teacher_config(config: Config, folder: str) -> Config:
+    """Return the config of a teacher's model, stored in the compute type. Raises InputError if there is none."""
+    precision = "fp32" if config.precision == "fp32" else "bf16-pure"
+    shape = read_config(folder)
+    # ranks among which there are no experts to divide
+    ep = config.parallel.ep if getattr(shape, "num_experts", 0) else 1
+    return replace(
+        config,
+        model=Model(path=folder, config=shape),
+        parallel=replace(config.parallel, ep=ep),
+        lora=None,
+        precision=precision,
+        mtp_weight=0.0,
+    )
 
 
 def fill_weights(config: Config, model: Module) -> None:

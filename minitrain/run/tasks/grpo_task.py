@@ -25,6 +25,7 @@ from minitrain.grpo.policy_loop import PolicyLoop, Ranks
 from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
 from minitrain.models.decoder import Decoder
+from minitrain.models.decoder_config import routing_width
 from minitrain.parallel.agreement import gather, lead, together, wait_for_all
 from minitrain.rollout.drafting import MTP
 from minitrain.run.checkpoint.checkpoint_files import complete_steps
@@ -35,7 +36,13 @@ from minitrain.run.checkpoint.checkpointer import (
     save_step,
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.launch.start import fill_weights, pick_device, set_timeout, start
+from minitrain.run.launch.start import (
+    fill_weights,
+    make_teachers,
+    pick_device,
+    set_timeout,
+    start,
+)
 from minitrain.run.monitor.progress import amount, validation
 from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.reward_model import reward_model
@@ -124,6 +131,9 @@ class GrpoTask:
             draft=self.load_draft(ranks, meshes.batch.device_type),
         )
         self.policy = self.loop.policy
+        if self.policy and config.teachers:
+            teachers = make_teachers(config, meshes)
+            self.policy.teacher = teachers.get(config.distill.teacher)
 
     def load_draft(self, ranks: Ranks, device_type: str) -> Decoder | None:
         """Return the model that drafts on this rank, if it samples."""
@@ -156,6 +166,12 @@ class GrpoTask:
     def about(self) -> Iterator[str]:
         if self.config.precision == "fp8":
             yield "precision=fp8: the sampler computes in bf16"
+        if self.config.grpo.replay_routing:
+            size = 2 * routing_width(self.config.model.config)
+            yield (
+                f"grpo.replay_routing: {size:,} bytes of experts per token, in the sampler's pages, and of a step's "
+                f"responses on the host"
+            )
         if self.policy:
             trainer = self.policy.trainer
             yield from fp8_notes(trainer.model, trainer.config, trainer.meshes)

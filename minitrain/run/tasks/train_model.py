@@ -9,12 +9,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from minitrain.data.files import has_tokenizer
+from minitrain.data.tokenizer import check_same_ids
 from minitrain.errors import located, refused
 from minitrain.formats.config_hf import export_fault, not_trained_with
+from minitrain.formats.hf import find_weights
+from minitrain.models.decoder_config import check_vocabulary
 from minitrain.parallel.agreement import lead
 from minitrain.run.checkpoint.checkpointer import saved_despite_errors
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.checkpoint.fingerprint import check_continuation
+from minitrain.run.config.checks import validate
 from minitrain.run.config.config_yaml import to_yaml
 from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
@@ -22,13 +26,14 @@ from minitrain.run.config.load import to_dict
 from minitrain.run.config.unread import unread
 from minitrain.run.launch.failures import record_flights, recorded
 from minitrain.run.launch.lock import locked
-from minitrain.run.launch.start import pick_device
+from minitrain.run.launch.start import pick_device, teacher_config
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
 from minitrain.run.tasks.rows_task import RowsTask, open_rows
 from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
+from minitrain.training.distillation import BASE
 from minitrain.training.optim import warmup_steps
 
 
@@ -38,6 +43,8 @@ def train(config: Config) -> None:
     config = with_ids_of_data(config)
     if config.model.path or (config.lora and config.lora.path):
         check_sources(config)
+    for teacher in dict.fromkeys(config.teachers):
+        check_teacher(config, teacher)
     folder = Path(config.out_dir)
     check_free_of_others(config, folder)
     if rank() == 0:
@@ -66,8 +73,7 @@ def open_task(config: Config) -> Callable[[Path], Task]:
 
 def check_sources(config: Config) -> None:
     """Raise InputError if the model to start from is incomplete, or has another tokenizer."""
-    from minitrain.data.tokenizer import check_same_ids
-    from minitrain.formats.hf import find_weights, read_config
+    from minitrain.formats.hf import read_config
     from minitrain.rollout.drafting import MTP, SAME_IDS, check_draft
 
     path = config.model.path
@@ -85,6 +91,20 @@ def check_sources(config: Config) -> None:
             if shape != MTP:
                 find_weights(shape, draft)
                 check_same_ids(config.data.tokenizer, draft, "", SAME_IDS)
+
+
+def check_teacher(config: Config, folder: str) -> None:
+    """Raise InputError for a teacher that is missing, or cannot teach this model in this layout."""
+    if folder == BASE:
+        return
+    with located(f"distill.teacher={folder}"):
+        teacher = teacher_config(config, folder)
+        check_vocabulary(config.model.config, teacher.model.config, "teacher")
+        validate(teacher, of_shape=True)
+        check_layout(teacher, world_size())
+        find_weights(teacher.model.config, folder)
+        if has_tokenizer(config):
+            check_same_ids(config.data.tokenizer, folder, "", "a teacher of the same tokenizer")
 
 
 def open_log(task: Task) -> MetricsLog:
