@@ -25,7 +25,7 @@ from minitrain.run.config.layout_checks import (
     tensor_faults,
     unused_pipeline_faults,
 )
-from minitrain.settings import Config
+from minitrain.settings import GRPO, Config
 from minitrain.training.mtp_loss import trains_further
 from minitrain.training.sigmas import check_diffusion
 
@@ -425,11 +425,24 @@ def _grpo_faults(c: Config) -> Faults:
         f"need (use cp=1)",
     )
     yield from sampler_faults(c)
+    yield from _lag_faults(g)
+
+
+def _lag_faults(g: GRPO) -> Faults:
     yield (
         g.offload and (g.lag or g.keep_cache),
         "grpo.offload=true is for ranks that train or sample: it needs lag=0 and keep_cache=false",
     )
     yield (
         g.generation_ranks and not g.lag,
-        f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1",
+        f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1 or more",
+    )
+    yield (
+        g.in_flight and not g.lag,
+        "grpo.in_flight=true begins the responses of later steps: it needs grpo.lag=1 or more",
+    )
+    yield (
+        g.in_flight and g.in_flight_cache == "keep" and not (g.generation_ranks or g.keep_cache),
+        "grpo.in_flight_cache=keep: the ranks train between, which frees the cache (use "
+        "grpo.keep_cache=true, or generation_ranks)",
     )
