@@ -23,18 +23,18 @@ from minitrain.errors import InputError
 from minitrain.run.config.aliases import nearest
 from minitrain.run.launch import cli
 
-# a command's file, in commands/
-FILES = {
-    "tokenize": "tokenize",
-    "encode-video": "encode_video",
-    "train": "train",
-    "curves": "curves",
-    "export": "export",
-    "evaluate": "evaluate",
-    "generate": "generate",
-    "merge": "merge",
-    "bench": "bench",
-}
+# each a file of commands/
+COMMANDS = (
+    "tokenize",
+    "encode-video",
+    "train",
+    "curves",
+    "export",
+    "evaluate",
+    "generate",
+    "merge",
+    "bench",
+)
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
 def dispatch(arguments: list[str]) -> None:
     """Run the command that the first word names; its file alone is imported."""
     name = " ".join(arguments[:1])
-    if name in ("-h", "--help"):
+    if name in ("", "-h", "--help"):
         return print(__doc__)
     if name == "--version":
         import torch
@@ -53,11 +53,11 @@ def dispatch(arguments: list[str]) -> None:
         python = platform.python_version()
         line = f"minitrain {__version__}, Python {python}, torch {torch.__version__}, CUDA {cuda}"
         return print(line)
-    if name not in FILES:
-        told = f"minitrain {name}: first comes one of {', '.join(FILES)}"
-        raise InputError(f"{told} {nearest(name, FILES) or '(each has --help)'}")
+    if name not in COMMANDS:
+        told = f"minitrain {name}: first comes one of {', '.join(COMMANDS)}"
+        raise InputError(f"{told} {nearest(name, COMMANDS) or '(each has --help)'}")
     with cli.in_options(name):
-        import_module(f"minitrain.commands.{FILES[name]}").main(arguments[1:])
+        import_module(f"minitrain.commands.{name.replace('-', '_')}").main(arguments[1:])
 
 
 if __name__ == "__main__":

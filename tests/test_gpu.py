@@ -42,12 +42,8 @@ has_fp8 = pytest.mark.skipif(
 TREE = {
     "model": {"name": "llama3.1-8b-tiny", "head_dim": 32, "vocab_size": 512},
     "batch": {"global": 4, "micro": 2, "seq_len": 128},
-    "optim": {
-        "name": "sgd",
-        "lr": 0.1,
-        "clip": None,
-        "weight_decay": 0.0,
-    },  # decay would outweigh small gradients
+    # decay would outweigh small gradients
+    "optim": {"name": "sgd", "lr": 0.1, "clip": None, "weight_decay": 0.0},
 }
 PLAIN = {"precision": "fp32", "compile": False, "recompute": "none"}
 FAMILIES = [name.removesuffix("-tiny") for name in families()]
@@ -165,11 +161,8 @@ DIFFUSION = {
         {"model": family("llama3.1-8b")},
         {"model": family("qwen3-30b-a3b")},
         DIFFUSION,
-        DIFFUSION
-        | {
-            "batch": {"global": 4, "micro": 1, "seq_len": 128},
-            "recompute": "full",
-        },  # one video: odd strides
+        # one video: odd strides
+        DIFFUSION | {"batch": {"global": 4, "micro": 1, "seq_len": 128}, "recompute": "full"},
     ],
     ids=["dense", "experts", "wan", "wan, one at a time"],
 )
@@ -214,9 +207,8 @@ def test_fp8_training_is_as_exact_as_on_the_cpu(changes):
         assert error < 1.5 * usual < 0.3, (
             f"the update of {name} is off by {error:.1e}, on the CPU by {usual:.1e}"
         )
-        length = (
-            ours[name] * update
-        ).sum() / update.square().sum()  # rounding is nearly orthogonal, a wrong scale not
+        # rounding is nearly orthogonal, a wrong scale not
+        length = (ours[name] * update).sum() / update.square().sum()
         assert abs(length - 1) < 0.1, f"the update of {name} is {length:.2f} times as long"
 
 
@@ -465,11 +457,8 @@ def test_wan_on_cuda_equals_cpu():
 def test_sampling_on_cuda_equals_cpu(name):
     """Paged kernels in replayed graphs against full forward passes; graphs must not outlive the weights."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    heads = {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }  # three share one: no power of two
+    # three share one: no power of two
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
     if name in ("deepseek-v3", "gpt3-175b"):
         heads = {
             "num_attention_heads": 4,
@@ -489,13 +478,10 @@ def test_sampling_on_cuda_equals_cpu(name):
         sampler.free()  # moving a model gives its weights new addresses
         found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
         assert [each.tokens for each in found] == expected
-        assert bool(graphs_of(sampler)) == (
-            not model.config.num_experts
-        )  # whose products in fp32 wait for the device
-    for factor in (
-        0.9,
-        1.1,
-    ):  # in place, as a weight sync does: the second time, the graphs of the first go on
+        # whose products in fp32 wait for the device
+        assert bool(graphs_of(sampler)) == (not model.config.num_experts)
+    # in place, as a weight sync does: the second time, the graphs of the first go on
+    for factor in (0.9, 1.1):
         for parameter in model.parameters():
             parameter.mul_(factor)
         sampler.refresh()
@@ -551,9 +537,8 @@ def test_latents_of_the_published_width(heads):
     model = make("deepseek-v3", kv_lora_rank=512, qk_rope_head_dim=64, head_dim=80, **counts)
     prompts = prompts_of((3, 200))
     expected = [uncached(model, prompt, 8) for prompt in prompts]
-    sampler = Sampler(
-        model.cuda(), settings=Rollout(pages=8)
-    )  # all that fit would be half of the GPU's memory
+    # all that fit would be half of the GPU's memory
+    sampler = Sampler(model.cuda(), settings=Rollout(pages=8))
     found = sampler.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
     assert [each.tokens for each in found] == expected
 

@@ -131,9 +131,8 @@ def test_accuracy_has_a_dot_at_each_rows_figures():
 def test_layout_numbers_ranks_as_a_device_mesh():
     words = [element.text for element in elements((PICTURES / "layout.svg").read_text(), "text")]
     found = dict(pairwise(words))
-    ranks = torch.arange(16).view(
-        2, 2, 2, 2
-    )  # pp, dp, cp, tp: DeviceMesh counts the last dimension fastest
+    # pp, dp, cp, tp: DeviceMesh counts the last dimension fastest
+    ranks = torch.arange(16).view(2, 2, 2, 2)
     for index in range(16):
         _, data, context, tensor = (ranks == index).nonzero()[0].tolist()
         assert found[f"rank {index}"] == f"dp{data} cp{context} tp{tensor}"

@@ -59,9 +59,8 @@ def test_failures_are_told_and_do_not_last(small_pool, monkeypatch):
         RankFailure, match=r"(?s)rank 1 of 2.*in fail_on_rank_1.*KeyError: 'here'"
     ):
         small_pool.run(2, fail_on_rank_1)
-    monkeypatch.setattr(
-        "tests.helpers.pool.GRACE", 60
-    )  # both ranks answer, however slow the machine is
+    # both ranks answer, however slow the machine is
+    monkeypatch.setattr("tests.helpers.pool.GRACE", 60)
     for die in die_on_rank_1, die_on_rank_1_when_rank_0_has_failed:
         with pytest.raises(RankFailure, match=r"(?s)^rank 1 of 2.*exit code 7"):
             small_pool.run(2, die)

@@ -52,7 +52,7 @@ def make_proxy(config: Config, layers: int) -> Config:
         )
     if isinstance(every, int) and layers % every:
         raise InputError(
-            f"--proxy={layers} is not a multiple of recompute={every}, which takes every {every}th block"
+            f"--proxy={layers} is not a multiple of recompute={every}, which recomputes one block in {every}"
         )
     one_each = getattr(whole, "num_experts", 0) == config.parallel.ep
     if config.fp8.experts and config.fp8.form == "tensor" and one_each:

@@ -28,6 +28,7 @@ from minitrain.run.launch.start import make_trainer
 from minitrain.run.monitor.hardware import timed
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, to_device
+from minitrain.training.mtp_loss import trains_further
 from minitrain.training.optim import clip_gradients, make_optimizer
 
 
@@ -74,6 +75,10 @@ def check_versus(config: Config, library: str) -> None:
     if config.task == "grpo":
         raise InputError(
             f"--versus {library} is for training steps, not for task=grpo (sampling has --generate)"
+        )
+    if library != "full" and (config.task == "dpo" or trains_further(config)):
+        raise InputError(
+            f"--versus {library}: it learns next tokens alone (use task=sft, and mtp_weight=0)"
         )
     if library != "full" and video != (library == "diffusers"):
         raise InputError(

@@ -26,7 +26,6 @@ fails is reported in one line and does not stop those after it; the exit code sa
 import gc
 import json
 import math
-import signal
 import sys
 import traceback
 from argparse import Namespace
@@ -42,7 +41,6 @@ from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.recipes import CONFIGS, config_path, own_folder, split_words
 from minitrain.run.launch import cli
-from minitrain.run.launch.interrupts import stop
 from minitrain.settings import Config
 from minitrain.simulator import tracers
 
@@ -159,8 +157,6 @@ def main(arguments: list[str]) -> None:
 
 def bench(options: Namespace) -> None:
     """Run what the options ask for. Raises InputError, at the end if other files could be run."""
-    # what is done is shown at the end
-    signal.signal(signal.SIGTERM, stop)
     # both before torch is there
     if options.simulate:
         tracers.start_server()
@@ -493,6 +489,6 @@ def tell_next(options: Namespace) -> None:
     else:
         line = f"wrote {file}: python bench.py --report {file} makes a page of it"
     if rank() == 0:
-        if options.trace:
+        if options.trace and not options.dry_run:
             print(f"wrote {options.trace}: see it at https://ui.perfetto.dev", file=sys.stderr)
         print(line, file=sys.stderr)

@@ -84,7 +84,7 @@ def measure_loss(
     from minitrain.data.chat.sft import Chats, fit, read_samples
     from minitrain.data.records import Skips
     from minitrain.data.text import text_rows
-    from minitrain.run.tasks.exact_match import exact_match
+    from minitrain.run.tasks.exact_match import exact_match, within_positions
     from minitrain.settings import Data
     from minitrain.training.language_modeling import LanguageModeling
 
@@ -118,8 +118,10 @@ def measure_loss(
     loss = total / count
     told = f"{count:,} tokens{note}: {loss:.4f} nats, perplexity {math.exp(loss):.4g}"
     if options.chat:
-        matches = exact_match(model, rows.questions(len(samples)))
-        return f"{told}, {matches:.1%} of {len(samples):,} chats exactly right"
+        judged = within_positions(model, rows.questions(len(samples)))
+        if not judged:
+            return f"{told}; no chat leaves a position to reply"
+        return f"{told}, {exact_match(model, judged):.1%} of {len(judged):,} chats exactly right"
     return f"{told}, {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
 
 

@@ -9,7 +9,7 @@ another model as this one's.
 import json
 import sys
 from argparse import Namespace
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,7 +31,8 @@ FREE = ("prompt", "prompts", "out", "n", "device", "debug", "model", "adapter")
 def answered_before(options: Namespace, lines: list[dict]) -> dict[int, list[str]]:
     """Return what --out holds: the numbers of lines that have all their answers, with these.
 
-    A last line that is cut off does not count, nor do some of a prompt's answers. Raises InputError
+    A last line that is cut off does not count, nor do some of a prompt's answers, or of those to
+    equal lines: they differ by their random numbers. Raises InputError
     for a file that holds anything else, or what was made with other settings.
     """
     if options.out is None or is_stream(options.out) or not Path(options.out).exists():
@@ -41,13 +42,15 @@ def answered_before(options: Namespace, lines: list[dict]) -> dict[int, list[str
     for number, line in enumerate(whole, 1):
         with located(f"{options.out}:{number}"):
             found[asked_by(line)].append(line + "\n")
+    wanted = Counter(map(key_of, lines))
+    done = {asked for asked, count in wanted.items() if len(found[asked]) >= options.n * count}
     answers = {}
     for number, line in enumerate(lines):
         asked = key_of(line)
-        if len(found[asked]) >= options.n:
+        if asked in done:
             answers[number] = [found[asked].pop(0) for _ in range(options.n)]
         else:
-            del found[asked]
+            found.pop(asked, None)
     if others := sum(map(len, found.values())):
         told = f"{others:,} lines that are no answers to {options.prompts} with --n {options.n}"
         raise InputError(f"--out {options.out} holds {told} (name another file, or remove it)")

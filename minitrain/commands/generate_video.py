@@ -38,6 +38,10 @@ def generate_videos(options: Namespace) -> None:
         raise InputError(
             f"--out {options.out}: with --encoders it is an .mp4 file, of prompts in lines of text"
         )
+    if options.prompts != "shapes" and options.size is None:
+        raise InputError(
+            "--size is missing: frames, height and width of the latents, such as 21 60 104"
+        )
     device = pick_device(options.device)
     encoders = None
     if options.encoders:
@@ -56,10 +60,6 @@ def generate_videos(options: Namespace) -> None:
         print(draw_world(model, "shapes", options.out, **way))
         print(f"next: open {out.with_suffix('.apng')} in a browser: they move")
         return
-    if options.size is None:
-        raise InputError(
-            "--size is missing: frames, height and width of the latents, such as 21 60 104"
-        )
     if encoders:
         prompts = embed_lines(encoders, prompts_file, options.negative, options.text_tokens)
     else:

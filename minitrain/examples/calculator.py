@@ -22,7 +22,7 @@ OPERATORS = {
     ast.Div: operator.truediv,
     ast.USub: operator.neg,
 }
-# characters of an expression: no product of so many digits takes long
+# characters of an expression: without exponents, no product of so many digits takes long
 LONGEST = 200
 
 
@@ -70,7 +70,7 @@ def called(call: ToolCall) -> str:
 def calculate(expression: str) -> str:
     """Return the exact value of an expression where it is a decimal number, else a fraction.
 
-    Raises ValueError for anything but numbers, + - * / and ( ).
+    Raises ValueError for anything but numbers without exponents, + - * / and ( ).
     """
     if len(expression) > LONGEST:
         raise ValueError(f"more than {LONGEST} characters")
@@ -78,7 +78,10 @@ def calculate(expression: str) -> str:
     def value(node: ast.expr) -> Fraction:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
             # the digits as they are written: 0.1 is a tenth
-            return Fraction(ast.get_source_segment(source, node).replace("_", ""))
+            digits = ast.get_source_segment(source, node).replace("_", "")
+            if "e" in digits.lower():
+                raise ValueError("write numbers without an exponent")
+            return Fraction(digits)
         operation = OPERATORS.get(type(getattr(node, "op", None)))
         if operation and isinstance(node, ast.UnaryOp):
             return operation(value(node.operand))

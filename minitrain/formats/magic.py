@@ -124,7 +124,7 @@ def kind_of_folder(folder: Path) -> str:
     if not found and (
         others := suffixes.keys() & {".gguf", ".pt", ".pth", ".bin", ".ckpt", ".nemo"}
     ):
-        found = f"{suffixes[others.pop()]}, which is not read (save it as safetensors with a config, as on the hub)"
+        found = f"{suffixes[min(others)]}, which is not read (save it as safetensors with a config, as on the hub)"
     return f"; it is {found}" if found else ""
 
 

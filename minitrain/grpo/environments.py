@@ -359,8 +359,10 @@ class Host:
 
     def send(self, answered: SimpleQueue, sample: Sample) -> None:
         """Send what a sample has said."""
-        reply = self.dialog.hear(sample.produced, sample.finish_reason == "stop")
-        self.start(answered, self.environment.step, reply)
+        self.start(answered, self.step, sample.produced, sample.finish_reason == "stop")
+
+    def step(self, tokens: list[int], ended: bool) -> Any:
+        return self.environment.step(self.dialog.hear(tokens, ended))
 
     def time_left(self) -> float:
         """Return the seconds until this environment has used up its own."""

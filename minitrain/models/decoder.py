@@ -36,6 +36,8 @@ RESIDUAL_OUTPUTS = (
     "down_proj.weight",
     "fc2_latent_proj.weight",
 )
+# RMSNorms whatever `norm` is
+ALWAYS_RMS = ("q_norm.weight", "k_norm.weight", "_a_layernorm.weight")
 
 
 class Block(nn.Module):
@@ -289,9 +291,10 @@ class Decoder(nn.Module):
             return
         if tensor.ndim > 1 and not name.endswith("bias"):
             tensor.normal_(0, self._initial_std(name), generator=generator)
-        # LayerNorm1P adds 1 to its weight
-        elif name.endswith("norm.weight") and self.config.norm != "layernorm1p":
-            tensor.fill_(1)
+        elif name.endswith("norm.weight"):
+            # LayerNorm1P adds 1 to its weight
+            around_0 = self.config.norm == "layernorm1p" and not name.endswith(ALWAYS_RMS)
+            tensor.fill_(0 if around_0 else 1)
         else:
             tensor.zero_()
 

@@ -165,7 +165,7 @@ class Fp8Linear(nn.Linear):
 
     @property
     def multiplies_in_fp8(self) -> bool:
-        """Whether tensor parallelism may gather x in FP8: all products read the same numbers."""
+        """Return whether tensor parallelism may gather x in FP8: all products read the same numbers."""
         return self.form == "tensor"
 
     def forward(self, x: Tensor) -> Tensor:

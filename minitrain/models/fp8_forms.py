@@ -68,7 +68,7 @@ class Form(NamedTuple):
 
     @property
     def turns(self) -> bool:
-        """Whether a weight's FP8 numbers serve the products that sum over its rows, too."""
+        """Return whether a weight's FP8 numbers serve the products that sum over its rows, too."""
         rows, columns = self.weight_block
         return rows == columns
 

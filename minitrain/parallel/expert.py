@@ -106,7 +106,8 @@ def dispatch_to_ranks(
     experts: this rank's stacks; its num_experts counts the experts of all ranks.
     All ranks of `mesh` call this together.
     """
-    table = x.new_full((len(x), experts.num_experts), NOT_SELECTED).scatter(1, indices, weights)
+    table = weights.new_full((len(x), experts.num_experts), NOT_SELECTED)
+    table = table.scatter(1, indices, weights)
     # [tokens, ranks, experts of a rank]
     table = table.unflatten(1, (mesh.size(), -1))
     selected = table.detach() != NOT_SELECTED

@@ -392,6 +392,8 @@ class Caches:
         stale = any(layer.constants is not None for layer in layers)
         for layer in layers:
             layer.constants = None
+        if self.drafts is not None:
+            stale |= self.drafts.refresh()
         return stale
 
 

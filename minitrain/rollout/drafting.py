@@ -65,6 +65,11 @@ class DraftModel:
         self.weights: SamplerWeights | None = SamplerWeights(model)
         self.counts: Counter[str] = Counter()
 
+    @property
+    def width(self) -> int:
+        """Return the tokens of a row in the first pass, over all that was drawn."""
+        return self.count + 3 - self.ahead
+
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, head, cache: Caches
     ) -> tuple:
@@ -138,7 +143,7 @@ class DraftingBatch(DecodingBatch):
         super().__init__(*args, **named, tokens=drafter.count + 1)
         self.drafter = drafter
         # over all that was drawn, then over one draft after the other
-        first = self._pass(drafter.count + 3 - drafter.ahead)
+        first = self._pass(drafter.width)
         self.passes = [first, *[self._pass(1)] * (drafter.count - 1)]
 
     def _pass(self, width: int) -> DecodingStep:

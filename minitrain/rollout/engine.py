@@ -115,7 +115,8 @@ class Sampler(Texts):
         on_cuda = self.device.type == "cuda"
         for each, _ in self.cached if on_cuda else ():
             tp = tensor_parallel_size(each)
-            check_page_size(self.settings.page_size, each.config, tp, self.tokens)
+            width = self.tokens if each is model else self.drafter.width
+            check_page_size(self.settings.page_size, each.config, tp, width)
         # the most decoding steps in one schedule; the buffers hold the tokens of that number of steps
         steps = self.settings.steps or (-(-16 // self.tokens) if on_cuda else 1)
         self.steps = min(steps, self.longest)
@@ -282,6 +283,9 @@ class Sampler(Texts):
         prepares the model and restores it. After an interrupt within a step, later steps continue
         as if there had been none. Tokens of the broken step may be in the samples, unreturned.
         """
+        # before the first request, and after `free`
+        if self.scheduler is None:
+            return []
         with self.weights.in_use():
             work = self.scheduler.schedule()
             try:

@@ -63,7 +63,7 @@ class Texts:
         left out: many vocabularies drop a space at the start of a text.
         """
         length = 4 * max(map(len, sample.params.stop)) + 5
-        end = (sample.prompt[-1:] + sample.produced + tokens)[-length:]
+        end = (sample.prompt[-1:] + sample.produced[-length:] + tokens)[-length:]
         # a stop string may hold special tokens, or stand around some that are not shown
         for special in (False, True):
             before = self.tokenizer.decode(end[:1], special)

@@ -110,6 +110,8 @@ class SamplerWeights:
 
     def refresh(self) -> None:
         """Drop packed copies, after the weights have changed."""
+        if self.draft:
+            self.draft.refresh()
         self.packed.clear()
         if self.entered:
             self._leave()

@@ -245,7 +245,7 @@ class Tracer(TorchDispatchMode):
             self.hold(parameter.all_gather_outputs, "gathered")
 
         def propagate_muted(*args, **kwargs):
-            """Do not record operators on the global shapes, by which DTensor infers shapes."""
+            """Leave out operators on the global shapes, by which DTensor infers shapes."""
             with self.silent():
                 return propagate(*args, **kwargs)
 

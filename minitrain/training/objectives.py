@@ -40,7 +40,7 @@ from minitrain.training.packing import Batch
 
 
 class Objective(Protocol):
-    """What is learned. What is not a method here may be missing: see above."""
+    """A loss to learn by; the docstring of this file has methods that it may have beside these."""
 
     def count(self, batch: Batch) -> int:
         """Return the number of loss terms; the loop divides by that of the step.

@@ -486,12 +486,10 @@ def test_figures_of_sampling_are_arithmetic():
     )
     assert found["tokens_per_sec_per_gpu"] == 8 * 4 * 256 / 2.0 / 2 and found["ratio"] is None
     shape, work = config.model.config, count_work(config.model.config)
-    keys = (
-        768 * 768 / 2 + 4 * (1024 * 1024 - 768 * 768) / 2
-    )  # what follows a prompt sees all of it
-    of_prompt = (
-        work.weights - shape.hidden_size * shape.vocab_size
-    )  # nobody asks what follows its tokens but the last
+    # what follows a prompt sees all of it
+    keys = 768 * 768 / 2 + 4 * (1024 * 1024 - 768 * 768) / 2
+    # nobody asks what follows its tokens but the last
+    of_prompt = work.weights - shape.hidden_size * shape.vocab_size
     forward = (
         2 * of_prompt * 768
         + 2 * work.weights * 4 * 256
@@ -657,9 +655,8 @@ def test_a_config_that_is_wrong_is_told_by_name(tmp_path):
         InputError, match=f"^{wrong}: batch.micro=2 does not divide batch.global=3$"
     ):
         main(["--dry-run", "--config", str(good), str(wrong)])
-    with pytest.raises(
-        InputError, match=f"^config file {tmp_path}/none.yaml does not exist$"
-    ):  # named already
+    # named already
+    with pytest.raises(InputError, match=f"^config file {tmp_path}/none.yaml does not exist$"):
         main(["--dry-run", "--config", str(good), f"{tmp_path}/none.yaml"])
     done = command("bench.py", "--dry-run", "--config", good, huge, good)
     assert (
@@ -746,10 +743,8 @@ def test_a_config_that_is_swept_need_not_be_possible_by_itself():
         (["--calibrate", "--sweep", "tp=1,2"], "--calibrate alone measures rates"),
         (["--calibrate", "--generate"], "--calibrate alone measures rates"),
         (["--simulate", "--trace", "/none/x.json"], "--trace=/none/x.json cannot be written"),
-        (
-            ["--sweep", "batch.micro=1,3"],
-            "batch.micro=3 does not divide batch.global",
-        ),  # before any is measured
+        # before any is measured
+        (["--sweep", "batch.micro=1,3"], "batch.micro=3 does not divide batch.global"),
         (["--versus", "magic"], "invalid choice: 'magic'"),
         (["--versus", "peft"], "--versus peft is about adapters, and the config has none"),
         (

@@ -136,9 +136,8 @@ def test_a_real_step(device):
     parts = step_breakdown(step, 1000.0, torch.device(device))
     assert list(parts)[-1] == "gaps" and sum(parts.values()) == pytest.approx(1000)
     assert all(parts[kind] > 0 for kind in ("gemm", "attention", "memory"))
-    assert (
-        sum(parts.values()) - parts["gaps"] < 500
-    )  # it is far from what it is said to take, and slept
+    # it is far from what it is said to take, and slept
+    assert sum(parts.values()) - parts["gaps"] < 500
 
 
 def test_microseconds_of_the_profiler_are_seconds_of_the_step():

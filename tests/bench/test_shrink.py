@@ -49,9 +49,8 @@ def test_dimensions_batch_and_settings():
     assert (p.dp_replicate, p.dp_shard, p.tp, p.cp, p.pp, p.vp) == (1, 2, 2, 2, 2, 2)
     assert stated_ranks(small) == 16
     assert (p.schedule, p.reshard_after_forward) == ("Interleaved1F1B", False)
-    assert (
-        b.global_ // (b.micro * 2) == 8
-    )  # the real one has 64 for 8 pipeline ranks; at most 4 for each of 2
+    # the real one has 64 for 8 pipeline ranks; at most 4 for each of 2
+    assert b.global_ // (b.micro * 2) == 8
     assert small.model.config.num_layers == 8  # two for each of four stages
     assert (small.precision, small.optim, small.reference) == (
         real.precision,
@@ -162,17 +161,11 @@ def test_ranks_that_have_the_same_experts(parallel, shards):
         ({"dp_shard": 4}, 4, 1),
         ({"dp_shard": 4}, 12, 3),
         ({"dp_shard": 4}, 400, 4),
-        (
-            {"dp_shard": 1, "pp": 4, "vp": 3, "schedule": "Interleaved1F1B"},
-            12,
-            6,
-        ),  # three per pipeline rank
+        # three per pipeline rank
+        ({"dp_shard": 1, "pp": 4, "vp": 3, "schedule": "Interleaved1F1B"}, 12, 6),
         ({"dp_shard": 1, "pp": 4, "vp": 1}, 4, 2),
-        (
-            {"dp_shard": 1, "pp": 4, "vp": 2, "schedule": "ZBVZeroBubble"},
-            8,
-            4,
-        ),  # one for each stage
+        # one for each stage
+        ({"dp_shard": 1, "pp": 4, "vp": 2, "schedule": "ZBVZeroBubble"}, 8, 4),
     ],
 )
 def test_accumulation(parallel, rows, expected):
@@ -226,10 +219,8 @@ def test_a_row_of_grpo_samples_and_trains(tmp_path):
     [
         (["parallel.tp=3"], "error: .*tp=3"),
         (["--versus", "transformers"], "error: --shrink starts its own processes"),
-        (
-            ["reference.convention=guess"],
-            "error: reference.convention='guess' is not one of",
-        ),  # found by the ranks
+        # found by the ranks
+        (["reference.convention=guess"], "error: reference.convention='guess' is not one of"),
     ],
 )
 def test_mistakes_are_one_line(words, line):

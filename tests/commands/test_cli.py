@@ -72,9 +72,8 @@ def test_train_writes_metrics_checkpoints_and_a_model_that_generates(
     train.main(["--config", str(config_file)])
     out = tmp_path / "out"
     lines = metrics(out)
-    shown = (
-        capsys.readouterr()
-    )  # where there is no terminal: lines, also where the validation is due
+    # where there is no terminal: lines, also where the validation is due
+    shown = capsys.readouterr()
     told = re.findall(
         r"^step (.*): loss [0-9.]+ = [0-9.]+ bits/byte, tokens/s [0-9,]+$",
         shown.out,
@@ -91,9 +90,8 @@ def test_train_writes_metrics_checkpoints_and_a_model_that_generates(
             and line["grad_norm"] > 0
         )
     val = lines[-1]
-    assert val["val_bits_per_byte"] == pytest.approx(
-        val["val_loss"] / math.log(2)
-    )  # byte tokens: one byte each
+    # byte tokens: one byte each
+    assert val["val_bits_per_byte"] == pytest.approx(val["val_loss"] / math.log(2))
     assert (
         lines[0]["loss"] == pytest.approx(math.log(258), rel=0.05)
         and lines[-1]["loss"] < lines[0]["loss"]
@@ -147,6 +145,7 @@ def test_epochs_in_place_of_steps(config_file, tmp_path, epochs):
     written = yaml.safe_load((out / "config.yaml").read_text())
     assert written["steps"] == len(metrics(out)) and written["epochs"] == 0
     assert metrics(out)[-1]["lr"] < metrics(out)[-2]["lr"]  # the schedule knows the end
+    # done
     train.main(
         [
             "--config",
@@ -155,7 +154,7 @@ def test_epochs_in_place_of_steps(config_file, tmp_path, epochs):
             "data.validation=0",
             "validation.every=0",
         ]
-    )  # done
+    )
 
 
 def test_steps_and_epochs_are_one_setting(config_file):
@@ -754,11 +753,9 @@ def gpus_of(seen: list[list[str]], environment: dict[str, str]) -> str:
 def test_processes_that_see_one_gpu_each_have_their_own(pool):
     told = {"LOCAL_RANK": "0"}
     assert pool.run(3, gpus_of, [["a"], ["b"], ["c"]], told) == ["right"] * 3
-    assert (
-        pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], told) == ["right"] * 3
-    )  # which take one by their rank
+    # which take one by their rank
+    assert pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], told) == ["right"] * 3
     same = "ranks {} and {} have the same GPU (start one process for each GPU)".format
     assert pool.run(3, gpus_of, [["a"], ["b"], ["b"]], told) == [same(1, 2)] * 3
-    assert (
-        pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], {}) == [same(0, 1)] * 3
-    )  # nobody says which is whose
+    # nobody says which is whose
+    assert pool.run(3, gpus_of, [["a", "b"], ["a", "b"], ["c"]], {}) == [same(0, 1)] * 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitrain import save_pretrained
-from minitrain.__main__ import FILES, dispatch
+from minitrain.__main__ import COMMANDS, dispatch
 from minitrain.data.byte_tokenizer import ByteTokenizer
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
@@ -138,4 +138,4 @@ def test_every_command_says_what_it_wrote_and_what_is_next(tmp_path, monkeypatch
                 == f"next: minitrain generate --model {words[2]}{adapter}{chat} --prompt TEXT"
             )
     if not videos:
-        assert {words[0] for _, words in ends} == FILES.keys() - {"encode-video"}
+        assert {words[0] for _, words in ends} == {*COMMANDS} - {"encode-video"}

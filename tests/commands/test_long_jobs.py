@@ -110,6 +110,17 @@ def test_a_line_that_is_cut_off_is_written_anew(words, tmp_path):
         assert answered(words, out) == whole
 
 
+def test_equal_prompts_keep_their_own_random_numbers(words, tmp_path):
+    """An answer to the second is not taken for one to the first."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n' * 2)
+    out = tmp_path / "out.jsonl"
+    whole = answered(words, out)
+    assert len(whole) == 4 == len({*whole})
+    for kept in (whole[2:], whole[:2], whole[:3]):
+        out.write_text("".join(line + "\n" for line in kept))
+        assert answered(words, out) == whole
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [

@@ -53,7 +53,11 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path):
         "out_dir": "a b=c",
         "deterministic": True,
         "lora": {"targets": ["q_proj", "k_proj"], "alpha": 1e-07},
-        "data": {"kind": "jsonl", "path": ["010", "x, y.jsonl"], "template": "auto"},
+        "data": {
+            "kind": "jsonl",
+            "path": ["010", "x, y.jsonl", "données.txt", 'it"s', "a\\b"],
+            "template": "auto",
+        },
         "reference": {"note": "1e5", "deep": {"value": [1, None, "x"]}},
     }
     (tmp_path / "tree.yaml").write_text(yaml.safe_dump(tree))

@@ -122,11 +122,8 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
         (
             {
                 "messages": [
-                    {
-                        "role": "user",
-                        "content": "q",
-                        "train": False,
-                    },  # as Axolotl's own example has it
+                    # as Axolotl's own example has it
+                    {"role": "user", "content": "q", "train": False},
                     {
                         "role": "assistant",
                         "content": "a",
@@ -141,28 +138,26 @@ PAIR = [Message("user", "q"), Message("assistant", "a")]
             PAIR,
         ),
         (
-            {
-                "instruction": "q",
-                "context": "c",
-                "response": "a",
-                "category": "closed_qa",
-            },  # Dolly
+            # Dolly
+            {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"},
             [Message("user", "q\nc"), PAIR[1]],
         ),
         ({"instruction": "q", "context": "", "response": "a"}, PAIR),
         ({"question": "q", "context": "c", "answer": "a"}, [Message("user", "q\nc"), PAIR[1]]),
+        # OpenOrca
         (
             {"system_prompt": "s", "question": "q", "response": "a"},
             [Message("system", "s"), *PAIR],
-        ),  # OpenOrca
+        ),
         ({"system_prompt": "", "question": "q", "response": "a"}, PAIR),
+        # ShareGPT
         (
             {
                 "system": "s",
                 "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
             },
             [Message("system", "s"), *PAIR],
-        ),  # ShareGPT
+        ),
         (
             {
                 "system": "t",
@@ -611,9 +606,8 @@ def test_order_is_a_function_of_seed_and_epoch(tmp_path):
     assert len(orders) == 6 and len({tuple(sorted(each)) for each in orders}) == 1
 
 
-@pytest.mark.parametrize(
-    "model", ["llama3-8b-tiny", "gpt3-175b-tiny"]
-)  # the latter knows absolute positions
+# the latter knows absolute positions
+@pytest.mark.parametrize("model", ["llama3-8b-tiny", "gpt3-175b-tiny"])
 def test_packed_and_unpacked_give_the_same_gradients(tmp_path, model):
     write_pairs(tmp_path, LENGTHS)
     gradients = [

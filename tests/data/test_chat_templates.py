@@ -171,11 +171,8 @@ def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
         ):  # it writes a reply otherwise if one follows
             given = start
             assert theirs.decode(tokens[:start]).endswith("<|im_start|>assistant\n")
-        if name in (
-            "deepseekv3",
-            "nemotron_3_nano",
-            "nemotron_3_super",
-        ):  # which ask for a thought
+        # which ask for a thought
+        if name in ("deepseekv3", "nemotron_3_nano", "nemotron_3_super"):
             given = start
             assert asked[:start] == tokens[:start].tolist() and "<think>\n".endswith(
                 theirs.decode(asked[start:])
@@ -1030,9 +1027,8 @@ def test_adapters_are_merged_whatever_their_template(tmp_path, jinja):
     (tmp_path / "adapter" / "chat_template.jinja").write_text(jinja)
     merge.main([*words, "--out", str(tmp_path / "out")])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == jinja
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 259
-    )  # the tokenizer's
+    # the tokenizer's
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 259
 
 
 def test_a_merged_model_of_bytes_keeps_the_chat_template(tmp_path):

@@ -107,10 +107,8 @@ WHOLE = [[[1, 2, 3], [4]], [[5, 6]]]
             lambda idx, raw: idx[:-1],
             "a.idx has a header for 3 sequences, but 93 bytes (is it whole?)",
         ),
-        (
-            lambda idx, raw: idx + b"\0" * 3,
-            "a.idx has a header for 3 sequences, but 97 bytes",
-        ),  # with modes of sequences
+        # with modes of sequences
+        (lambda idx, raw: idx + b"\0" * 3, "a.idx has a header for 3 sequences, but 97 bytes"),
         (lambda idx, raw: idx[:17], "a.idx is not version 1"),
         (lambda idx, raw: b"", "a.idx is not version 1 of Megatron"),
         (lambda idx, raw: b"X" + idx[1:], "a.idx is not version 1"),
@@ -131,10 +129,8 @@ WHOLE = [[[1, 2, 3], [4]], [[5, 6]]]
             lambda idx, raw: idx[:34] + struct.pack("<iii", 5, -1, 2) + idx[46:],
             "a.bin has 12 bytes, its index",
         ),
-        (
-            lambda idx, raw: idx[:54] + b"\4" + idx[55:],
-            "a.bin has 12 bytes, its index",
-        ),  # where a sequence begins
+        # where a sequence begins
+        (lambda idx, raw: idx[:54] + b"\4" + idx[55:], "a.bin has 12 bytes, its index"),
         (
             lambda idx, raw: idx[:70] + struct.pack("<qqq", 0, 2, 2),
             "a.idx does not divide its 3 sequences into documents",
@@ -314,9 +310,8 @@ def test_rows_of_a_cache_are_those_of_memory(tmp_path, kind, packing):
                 if ours:
                     same(ours, theirs)
             kept = open_data(Data(kind, str(folder), **fields, cache=str(cache)), 16, 258, 5)
-    assert (
-        len(list(cache.glob("*.tokens"))) == 1
-    )  # validation chooses documents, and makes no others
+    # validation chooses documents, and makes no others
+    assert len(list(cache.glob("*.tokens"))) == 1
 
 
 def test_a_cache_is_made_once_and_anew_when_a_file_changed(tmp_path, monkeypatch):
@@ -325,9 +320,8 @@ def test_a_cache_is_made_once_and_anew_when_a_file_changed(tmp_path, monkeypatch
     data = Data("text", str(file), cache=str(cache))
     first, _ = open_data(data, 8, 258, 0)
     assert tokens_of(first)[ord("x")] == 9
-    monkeypatch.setattr(
-        "minitrain.data.text.corpus.write_tokens", None
-    )  # which is called no more
+    # which is called no more
+    monkeypatch.setattr("minitrain.data.text.corpus.write_tokens", None)
     same(open_data(data, 8, 258, 0)[0], first)
     monkeypatch.undo()
     time = file.stat().st_mtime_ns

@@ -175,6 +175,7 @@ def test_texts_of_any_kind_take_no_time_and_raise_nothing():
             for count in (1, 2000):
                 for call in find_calls((one + other) * count):
                     assert isinstance(call.name, str)
+    assert find_calls("\n" * 200_000) == []
 
 
 # ------------------------------------------------------------------------------------------- what follows a reply

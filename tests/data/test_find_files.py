@@ -81,9 +81,8 @@ def test_folders_are_read_through_links_each_once(tree, tmp_path_factory):
     found = [str(file.relative_to(tree)) for file in find_files(data)]
     assert found == ["a.txt", "out/e.txt", "sub/b.py", "sub/test/c.py", "sub/test/deep/d.txt"]
     assert texts_found(data) == Counter("abcde")
-    assert texts_found(Data(kind="text", path=str(tree / "0"))) == Counter(
-        "bcdae"
-    )  # itself a link
+    # itself a link
+    assert texts_found(Data(kind="text", path=str(tree / "0"))) == Counter("bcdae")
 
 
 def test_a_glob_finds_each_file_once_though_links_go_round_in_circles(tree):
@@ -92,10 +91,8 @@ def test_a_glob_finds_each_file_once_though_links_go_round_in_circles(tree):
         kind="text", path=[f"{tree}/**/*.py", f"{tree}/sub/loop/*"], exclude=["*/sub/b.py"]
     )
     found = [str(file.relative_to(tree)) for file in find_files(data)]
-    assert found == [
-        "sub/loop/b.py",
-        "sub/test/c.py",
-    ]  # the first by the shortest name that is not left out
+    # the first by the shortest name that is not left out
+    assert found == ["sub/loop/b.py", "sub/test/c.py"]
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "tokens", "latents"])

@@ -105,10 +105,8 @@ def test_image_to_video_files(tmp_path):
     save_video(tmp_path / "a.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **more)
     row = open_cache(tmp_path, in_channels=5, image_dim=7).row(0)
     assert all(torch.equal(row[key], more[key]) for key in more)
-    other = {
-        "condition": more["condition"],
-        "image": torch.randn(4, 7),
-    }  # micro-batches stack images
+    # micro-batches stack images
+    other = {"condition": more["condition"], "image": torch.randn(4, 7)}
     save_video(tmp_path / "b.safetensors", torch.randn(2, 1, 2, 4), torch.randn(2, 6), **other)
     assert [
         len(bucket) for bucket in open_cache(tmp_path, in_channels=5, image_dim=7).buckets

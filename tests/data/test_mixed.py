@@ -69,11 +69,8 @@ def test_the_source_that_lacks_most_is_next(weights):
         assert abs(shares * (n + 1) - counts).max() < 1 + 1e-9
     if weights in ([1], [1, 1], [3, 1], [5, 0.5, 2, 2.5]):  # which floats hold exactly
         assert found == greedy(weights, BLOCK)
-    for n in (
-        BLOCK,
-        3 * BLOCK + 17,
-        10**12 * BLOCK + 5,
-    ):  # the same order again, each source going on
+    # the same order again, each source going on
+    for n in (BLOCK, 3 * BLOCK + 17, 10**12 * BLOCK + 5):
         block, place = divmod(n, BLOCK)
         source, number = found[place]
         assert mixed.row(n)["tokens"].tolist() == [source, number + block * int(counts[source])]

@@ -151,6 +151,18 @@ def test_without_eos_a_document_still_ends(tmp_path_factory, words):
     assert data.bytes_per_token == sum(len(text) for text in texts) / predicted
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_records_that_are_learned_as_text_are_noted(tmp_path, kind):
+    """Settings of a program and texts are no records."""
+    (tmp_path / "b.json").write_text('[{"text": "one two three"}, {"text": "four"}]')
+    (tmp_path / "c.json").write_text('{"indent": 4}')
+    (tmp_path / "d.txt").write_text('{"text": "a text"}')
+    data, _ = open_data(Data(kind=kind, path=str(tmp_path), tokenizer="bytes"), 4, 258, 0)
+    noted = f"{tmp_path / 'b.json'} is learned with its braces and keys (data.kind=jsonl takes the key 'text')"
+    assert (noted in data.about) == (kind == "text")
+    assert "c.json" not in data.about and "d.txt" not in data.about
+
+
 def test_bytes_per_token_counts_what_an_epoch_predicts(tmp_path):
     """Four documents fill the rows exactly, so the labels of an epoch can be counted."""
     texts = ["abc", "ä€", "🙂de", "0123456789"]

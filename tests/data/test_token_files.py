@@ -126,9 +126,8 @@ def test_raw_tokens_that_are_read_as_halves_of_others(tmp_path, stored, read, be
         open_tokens(file, 4, vocab_size, token_dtype=read)
         for few in (np.zeros(301), np.ones(301), np.random.default_rng(0).integers(2, size=301)):
             few.astype(stored).tofile(file)
-            open_tokens(
-                file, 4, vocab_size, token_dtype=read
-            )  # a large vocabulary has them also as pairs
+            # a large vocabulary has them also as pairs
+            open_tokens(file, 4, vocab_size, token_dtype=read)
 
 
 def test_token_validation_is_the_end_of_each_file(tmp_path):
@@ -177,9 +176,8 @@ def test_a_token_outside_the_vocabulary_is_found_before_training_or_when_met(
     found = rf"a.npy holds {wrong} at token 17, outside .* model.vocab_size=1000$"
     with pytest.raises(InputError, match=found):
         open_tokens(tmp_path, 4, validation=0.5)
-    monkeypatch.setattr(
-        "minitrain.data.text.text_rows.CHECKED", 4
-    )  # that is, one row of each side
+    # that is, one row of each side
+    monkeypatch.setattr("minitrain.data.text.text_rows.CHECKED", 4)
     train, held = open_tokens(tmp_path, 4, validation=0.5)
     assert tokens_of(train) == Counter({0: 12})
     with pytest.raises(InputError, match=found):

@@ -169,9 +169,8 @@ def test_only_prompts_get_specials(bpe_folder):
         == theirs.encode("the cat").ids
     )
     write_json(bpe_folder, "tokenizer_config.json", {"bos_token": "<s>", "add_bos_token": True})
-    assert load_tokenizer(bpe_folder).encode_prompt("the cat") == ours.encode_prompt(
-        "the cat"
-    )  # once is enough
+    # once is enough
+    assert load_tokenizer(bpe_folder).encode_prompt("the cat") == ours.encode_prompt("the cat")
     assert AutoTokenizer.from_pretrained(bpe_folder)("the cat").input_ids == ours.encode_prompt(
         "the cat"
     )
@@ -198,11 +197,8 @@ def test_bos_is_put_where_only_the_file_beside_says_so(bpe_folder, add, expected
         {"content": "<new>", "special": True},
         {"content": "<new>", "special": False, "normalized": True},
         {"content": "the", "special": False},  # a word of the vocabulary
-        {
-            "content": "</s>",
-            "special": True,
-            "rstrip": True,
-        },  # tokenizer.json says otherwise, as Phi-3's once did
+        # tokenizer.json says otherwise, as Phi-3's once did
+        {"content": "</s>", "special": True, "rstrip": True},
         {"content": "</s>", "special": True, "lstrip": True},
     ],
 )

@@ -279,9 +279,10 @@ def test_text_and_unfinished_downloads_are_no_tokens(tmp_path):
 
 def test_tables_web_pages_and_addresses_are_no_json_lines(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,response\nq,a\n")
+    # as is said
     Dataset.from_csv(str(tmp_path / "a.csv"), cache_dir=str(tmp_path / "c")).to_json(
         tmp_path / "b.jsonl"
-    )  # as is said
+    )
     assert json.loads((tmp_path / "b.jsonl").read_text()) == {"prompt": "q", "response": "a"}
     refused("a.csv is a table in text", tmp_path, "jsonl", path=str(tmp_path / "a.csv"))
     for head in ("<!DOCTYPE html>", "<!doctype html>", "<html lang='en'>"):

@@ -366,10 +366,8 @@ def split_rows(form, batch):
 @pytest.mark.parametrize(
     "form, held",
     [
-        (
-            "allgather",
-            [[0, 1, 6, 7], [2, 3, 4, 5]],
-        ),  # of four chunks, the first rank has the outer two
+        # of four chunks, the first rank has the outer two
+        ("allgather", [[0, 1, 6, 7], [2, 3, 4, 5]]),
         ("ulysses", [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ],
 )

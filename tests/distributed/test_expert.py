@@ -110,9 +110,8 @@ EXPERTS, TOP_K, WIDTH, TOKENS = 8, 3, 16, 10
 def routing(load, rank):
     """The experts, [TOKENS, TOP_K], and weights that a rank chooses for its tokens."""
     generator = torch.Generator().manual_seed(rank)
-    experts = {"even": EXPERTS, "half": EXPERTS // 2, "one": TOP_K}[
-        load
-    ]  # or the last ranks get no tokens at all
+    # or the last ranks get no tokens at all
+    experts = {"even": EXPERTS, "half": EXPERTS // 2, "one": TOP_K}[load]
     indices = torch.rand(TOKENS, experts, generator=generator).argsort(1)[:, :TOP_K]
     return indices, torch.rand(TOKENS, TOP_K, generator=generator)
 
@@ -240,9 +239,8 @@ def test_a_token_is_sent_once_to_a_rank(pool, fake):
         assert out < TOKENS * TOP_K * (ranks - 1) / ranks  # fewer than one row per chosen expert
         per_row = WIDTH + EXPERTS // ranks
         forward = out * per_row + back * WIDTH
-        backward = (
-            back * per_row + out * WIDTH
-        )  # the gradients of what came, to where it came from
+        # the gradients of what came, to where it came from
+        backward = back * per_row + out * WIDTH
         assert elements[torch.float32] == forward + backward
         assert elements.get(torch.int64, 0) == (0 if fake else 2 * (ranks - 1))
 

@@ -107,11 +107,8 @@ def test_layouts(pool, world_size, changes):
 @pytest.mark.parametrize(
     "world_size, experts, changes",
     [
-        (
-            2,
-            2,
-            {"parallel": {"ep": 2}},
-        ),  # one expert on each rank, which is not sharded any further
+        # one expert on each rank, which is not sharded any further
+        (2, 2, {"parallel": {"ep": 2}}),
         (4, 2, {"parallel": {"ep": 2}, "compile": True}),  # two ranks with halves of the same
         (4, 4, {"parallel": {"ep": 4, "tp": 2}, "recompute": "selective"}),
         (4, 2, {"parallel": {"ep": 2, "pp": 2}}),
@@ -250,21 +247,13 @@ LORA = {"task": "lora", "lora": {"rank": 4, "targets": ["k_proj", "down_proj"]}}
 @pytest.mark.parametrize(
     "model, world_size, changes, per_batch",
     [
-        (
-            "llama3-8b-tiny",
-            2,
-            {},
-            8,
-        ),  # inputs of attention and MLP, and gradients of their outputs
+        # inputs of attention and MLP, and gradients of their outputs
+        ("llama3-8b-tiny", 2, {}, 8),
         ("llama3-8b-tiny", 4, {"recompute": "full"}, 12),
         ("gpt3-175b-tiny", 2, {}, 4),  # biases of the last Linears
         ("llama3-8b-tiny", 2, LORA, 4),  # inputs of the MLP, gradients of attention's output
-        (
-            "nemotron3-super-120b-a12b-tiny",
-            2,
-            {},
-            7,
-        ),  # attention, two shared experts, and what comes out of Mamba-2
+        # attention, two shared experts, and what comes out of Mamba-2
+        ("nemotron3-super-120b-a12b-tiny", 2, {}, 7),
         ("qwen2.5-7b-tiny", 2, {"compile": True}, None),
     ],
     ids=str,
@@ -383,9 +372,8 @@ def test_gathered_weights_are_those_of_one_process_after_every_change(
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(
-    ("ep", "experts"), [(2, 2), (4, 4)]
-)  # two halves of stacks of one; whole
+# two halves of stacks of one; whole
+@pytest.mark.parametrize(("ep", "experts"), [(2, 2), (4, 4)])
 def test_gathered_experts_are_those_of_one_process_after_every_change(pool, ep, experts, keep):
     settings = {
         "parallel": {"ep": ep, "reshard_after_forward": not keep},
@@ -498,9 +486,8 @@ def test_weights_are_rounded_once_per_step_and_gathered_as_bytes(pool):
     ]
     assert rounded == steps * len(linears)
     assert products == steps * batches * (1 + 1 + 2) * len(linears)
-    assert bf16_bytes - fp8_bytes == steps * batches * 2 * sum(
-        linears
-    )  # gathered forward and backward
+    # gathered forward and backward
+    assert bf16_bytes - fp8_bytes == steps * batches * 2 * sum(linears)
 
 
 @pytest.mark.parametrize("form", ["tensor", "block"])
@@ -517,6 +504,5 @@ def test_the_frozen_base_of_adapters_is_rounded_once_for_ever(pool, world_size, 
     steps, batches, linears = 3, 2 // world_size, 14
     rounded, products, _ = pool.run(world_size, count_work, tree, steps)[0]
     assert rounded == linears
-    assert (
-        products == steps * batches * 2 * linears
-    )  # outputs and gradients of inputs, none of weights
+    # outputs and gradients of inputs, none of weights
+    assert products == steps * batches * 2 * linears

@@ -155,11 +155,8 @@ def count_messages(tree):
     ("frees", "gathers", "reductions"),
     [
         (False, 3 + 1, 3 + 1),  # of blocks and the remainder, once a step
-        (
-            True,
-            4 * (2 * 3 + 1),
-            4 * (3 + 1),
-        ),  # in each micro-batch, of blocks again in the backward pass
+        # in each micro-batch, of blocks again in the backward pass
+        (True, 4 * (2 * 3 + 1), 4 * (3 + 1)),
     ],
 )
 def test_weights_stay_gathered_and_gradients_add_up_whole_or_neither(
@@ -226,10 +223,8 @@ def joined(tree, most):
     )
 
 
-SMALL = {
-    "vocab_size": 64,
-    "num_layers": 1,
-}  # each layer is cut as the first: there are hundreds of pieces
+# each layer is cut as the first: there are hundreds of pieces
+SMALL = {"vocab_size": 64, "num_layers": 1}
 
 
 @pytest.mark.parametrize("most", [1 << 30, 5000, 1])

@@ -70,9 +70,10 @@ def test_updates_of_one_process(pool, tmp_path, parallel, grpo, model):
     (expected, numbers), *_ = pool.run(1, learn, tree, tmp_path / "one")
     results = pool.run(4, learn, tree | {"parallel": parallel}, tmp_path / "many")
     check_close([changes for changes, _ in results], expected, 2e-5, "weights after two updates")
+    # all is at work
     assert (
         numbers["clip_fraction"] > 0.1 and numbers["kl"] > 1e-4 and numbers["importance"] < 1.09
-    )  # all is at work
+    )
     for _, found in results:
         assert found == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
@@ -132,13 +133,11 @@ def test_refit_is_exact(pool, model, parallel, apart, tp):
         "parallel": parallel,
         "grpo": {"lag": 1, "generation_ranks": apart},
     }
-    tree |= {
-        "precision": "bf16" if model.startswith("qwen") else "fp32"
-    }  # weights in fp32 then travel in bf16
+    # weights in fp32 then travel in bf16
+    tree |= {"precision": "bf16" if model.startswith("qwen") else "fp32"}
     moves = list(chain(*pool.run(4, refit, tree, tp)))
-    assert moves and {moves.count(move) for move in moves} == {
-        2
-    }  # its sender and its receiver know it, and no others
+    # its sender and its receiver know it, and no others
+    assert moves and {moves.count(move) for move in moves} == {2}
 
 
 def test_who_has_a_region_sends_none_and_the_others_take_turns():
@@ -151,9 +150,10 @@ def test_who_has_a_region_sends_none_and_the_others_take_turns():
     }
     assert sorted((move.target, move.source) for move in moves) == [(1, 1), (2, 1), (3, 0)]
     halves = [{"x": (((0, 2),), torch.float32)}, {"x": (((2, 4),), torch.float32)}]
+    # no empty one
     assert plan(1, halves, [{}, halves[0]], most=100) == [
         [Move("x", 0, 1, ((0, 2),), torch.float32)]
-    ]  # no empty one
+    ]
     for offer in ({"x": (((0, 3),), torch.float32)}, {}):
         with pytest.raises(ValueError, match="rank 1 wants x"):
             plan(0, [offer, {}], [{}, part], most=100)
@@ -166,9 +166,8 @@ def sizes_of_buckets(
     box = ((0, 10),), torch.float32
     offers, wishes = ([dict.fromkeys(names, box) for names in each] for each in (offers, wishes))
     plans = [plan(rank, offers, wishes, most) for rank in range(len(wishes))]
-    for bucket in zip(
-        *plans, strict=True
-    ):  # all ranks have as many, and a move is in the same one at both its ends
+    # all ranks have as many, and a move is in the same one at both its ends
+    for bucket in zip(*plans, strict=True):
         moves = list(chain(*bucket))
         assert all(moves.count(move) == 1 + (move.source != move.target) for move in moves)
     for buckets in plans:
@@ -193,15 +192,12 @@ def test_buckets_are_bounded_for_each_rank():
         [10, 0],
         [0, 10],
     ]
-    assert (
-        sizes_of_buckets([["a", "b"], []], [[], ["a", "b"]], most=5) == [[10, 10]] * 2
-    )  # larger than a bucket
-    assert (
-        sizes_of_buckets([["a"], [], ["b"], []], [[], ["a"], [], ["b"]], most=5) == [[10]] * 4
-    )  # no rank has two
-    assert (
-        sizes_of_buckets([names[:7]] * 2, [names[:7]] * 2, most=5) == [[0]] * 2
-    )  # copies need no buffer
+    # larger than a bucket
+    assert sizes_of_buckets([["a", "b"], []], [[], ["a", "b"]], most=5) == [[10, 10]] * 2
+    # no rank has two
+    assert sizes_of_buckets([["a"], [], ["b"], []], [[], ["a"], [], ["b"]], most=5) == [[10]] * 4
+    # copies need no buffer
+    assert sizes_of_buckets([names[:7]] * 2, [names[:7]] * 2, most=5) == [[0]] * 2
 
 
 # ----------------------------------------------------------------------------------------------------- shared samplers
@@ -226,9 +222,8 @@ def sample_twice(model, after_round=lambda: None, beside=None, **settings):
         fill(model, round)
         sampler.refresh()
         params = SamplingParams(temperature=0.8, max_tokens=6, n=2)
-        with patch.object(
-            cpu_attention, "MIN_PACKED_ELEMENTS", 0
-        ):  # tiny matrices are multiplied as large ones are
+        # tiny matrices are multiplied as large ones are
+        with patch.object(cpu_attention, "MIN_PACKED_ELEMENTS", 0):
             found += [
                 (each.tokens, each.logprobs) for each in sampler.generate(prompts_of(), params)
             ]
@@ -267,9 +262,8 @@ def test_ranks_that_share_a_model_sample_as_one(pool, model, ep):
     expected, _ = sample_twice(model)
     linears = sum(type(module) is torch.nn.Linear for module in model.modules())
     for found, preemptions, packed in pool.run(2, sample_shared, tree):
-        assert (
-            preemptions > 0 and packed <= linears + 1
-        )  # one copy of each matrix, and of a tied head
+        # one copy of each matrix, and of a tied head
+        assert preemptions > 0 and packed <= linears + 1
         for (tokens, logprobs), (right, theirs) in zip(found, expected, strict=True):
             assert tokens == right and logprobs == pytest.approx(theirs, abs=2e-5)
 
@@ -470,9 +464,8 @@ def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
             [(r.prompt, r.response) for group in groups for r in group] for groups in sides
         )
         assert one == apart
-    assert (
-        len(list((tmp_path / "one/rollouts").iterdir())) == 4
-    )  # none for a step that will not be
+    # none for a step that will not be
+    assert len(list((tmp_path / "one/rollouts").iterdir())) == 4
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -546,9 +539,8 @@ def test_resume_is_exact_with_ranks_apart(pool, tmp_path, adapters):
     grpo = LAGGING["grpo"] | {"generation_ranks": 2, "kl": 0.1, "warmup_steps": 1}
     tree = LAGGING | {"grpo": grpo, "optim": {"lr": 1e-3}} | adapters
     at_once, *_ = pool.run(4, run, tree, tmp_path, [2])
-    resumed, *_ = pool.run(
-        4, run, tree, tmp_path, []
-    )  # from step 2, with what step 3 was to train on
+    # from step 2, with what step 3 was to train on
+    resumed, *_ = pool.run(4, run, tree, tmp_path, [])
     assert [line["step"] for line in resumed[0]] == [3, 4]
     for before, after in zip(at_once[0][2:], resumed[0], strict=True):
         assert all(before[key] == after[key] for key in before if not key.endswith(MEASURED))
@@ -661,11 +653,8 @@ def test_training_and_sampling_leave_each_other_their_memory(pool, tmp_path, asy
     at_once = pool.run(4, run, plain, tmp_path / "plain", [])
     found = pool.run(4, run_watched, offload, tmp_path / "offload", [2])
     resumed = pool.run(4, run, offload, tmp_path / "offload", [])
-    first = [
-        ("collect", "sampler"),
-        ("add_log_probs", "reference"),
-        ("update",),
-    ]  # which makes the states
+    # which makes the states
+    first = [("collect", "sampler"), ("add_log_probs", "reference"), ("update",)]
     step = [*first[:2], ("update", "states")]
     assert [held for *_, held in found] == [[*first, *step, ("save", "states"), *step]] * 4
     for (expected, right), (numbers, trained, _), (last, again) in zip(

@@ -67,11 +67,12 @@ def test_layouts(pool, random_adapters, names):
     [
         ("mixtral-8x7b-tiny", ("fsdp", "cp"), EXPERTS),
         ("mixtral-8x7b-tiny", (), EXPERTS | {"parallel": {"dp_shard": 2, "ep": 2}}),
+        # wide
         (
             "mixtral-8x7b-tiny",
             (),
             {"lora": EXPERTS["lora"] | {"rank": 65}, "parallel": {"dp_shard": 4, "ep": 2}},
-        ),  # wide
+        ),
         (
             "nemotron3-nano-30b-a3b-tiny",
             ("pp", "fsdp"),
@@ -139,8 +140,7 @@ def test_frozen_weights_in_bf16_beside_adapters_in_fp32(pool):
     }
     sharded = tree | {"parallel": {"dp_shard": 2}}
     (found, types, reductions), _ = pool.run(2, train_in_bf16, sharded)
-    assert reductions == 2 * (
-        8 // 2 // 2
-    )  # two blocks, once per micro-batch as their weights are freed
+    # two blocks, once per micro-batch as their weights are freed
+    assert reductions == 2 * (8 // 2 // 2)
     assert types == {(torch.bfloat16, False, False), (torch.float32, True, False)}
     check_close([found], expected, 2e-2, "gradients in bf16")

@@ -92,7 +92,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         parts = rows.split(counts.tolist())
         outputs = [F.gelu(part @ matrix) for part, matrix in zip(parts, self.stack, strict=True)]
-        return torch.cat(outputs) * weights[:, None]
+        return torch.cat(outputs) * weights[:, None].to(rows.dtype)
 
 
 def dispatch(x: Tensor, indices: Tensor, weights: Tensor, experts: Experts):
@@ -113,7 +113,8 @@ class MoE(nn.Module):
         self.experts = Experts()
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, indices = self.router(x).softmax(-1).topk(TOP_K)
+        # in a wider type than the tokens, as routers have in bf16 models
+        weights, indices = self.router(x).double().softmax(-1).topk(TOP_K)
         return self.dispatch(x, indices, weights, self.experts)()
 
 

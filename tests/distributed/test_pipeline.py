@@ -86,12 +86,8 @@ def test_schedules_with_fsdp(pool, schedule):
     check_against_one_process(pool, 4, tree(schedule=schedule, data_ranks=2), steps=2)
 
 
-MANY_STAGES = {
-    "layers": 6,
-    "schedule": "Interleaved1F1B",
-    "micro_batches": 8,
-    "data_ranks": 2,
-}  # four on each rank
+# four on each rank
+MANY_STAGES = {"layers": 6, "schedule": "Interleaved1F1B", "micro_batches": 8, "data_ranks": 2}
 
 
 def count_gathers(settings):
@@ -282,9 +278,8 @@ def evaluate_and_train(settings):
     data = Batches(config, 3)
     before = trainer.evaluate(data)
     step = trainer.step(data, 0)["loss"].item()
-    assert not any(
-        stage.sends for stage in trainer.model.scheduled
-    )  # nor what they sent: all has arrived
+    # nor what they sent: all has arrived
+    assert not any(stage.sends for stage in trainer.model.scheduled)
     return before, step, trainer.evaluate(data)
 
 

@@ -52,6 +52,10 @@ def test_expressions_are_exact():
         "f(1)",
         "1 < 2",
         "1+" * 101 + "1",
+        # a number of so many digits, in one call that no thread can interrupt
+        "1e999999999",
+        "1E-999999999",
+        "1e200*1e200/3",
     ],
 )
 def test_nothing_else_is_computed(text):

@@ -165,9 +165,8 @@ def test_too_many_skipped_steps_end_the_run_with_its_checkpoint(
     )
     assert (tmp_path / "out/logs/rank-0.log").read_text().count("Traceback") == 1
     log = tmp_path / "out/metrics.jsonl"
-    log.write_text(
-        "".join(log.open().readlines()[:3])
-    )  # as if it had ended before the line of step 4
+    # as if it had ended before the line of step 4
+    log.write_text("".join(log.open().readlines()[:3]))
     resumed = lines(run([]))  # from step 4, whose weights are those of step 2
     assert "lacks" not in capsys.readouterr().out
     assert [line["skipped"] for line in resumed] == [0, 0, 1, 1, 0, 0]
@@ -251,9 +250,8 @@ def test_lines_that_a_log_lost_are_told(run, tmp_path, capsys):
     run([])
     assert "no step is left to do" in capsys.readouterr().out
     first, second, *_ = log.open().readlines()
-    log.write_text(
-        first + second + second
-    )  # as a machine without power leaves it, and somebody's editor
+    # as a machine without power leaves it, and somebody's editor
+    log.write_text(first + second + second)
     found = lines(run([], steps=7))
     assert [line["step"] for line in found] == [1, 2, 2, 6, 7]
     assert "metrics.jsonl lacks 3 of the 6 steps that are done" in capsys.readouterr().out
@@ -302,20 +300,15 @@ def test_spikes_stand_out_of_noise_and_trends_do_not():
     falling = [3 + 7 * math.exp(-i / 50) + noise.gauss(0, 0.05) for i in range(1000)]
     assert watch(falling) == []
     spiking = [loss + 1.0 * (i in (15, 300, 301, 302, 600)) for i, loss in enumerate(falling)]
-    assert watch(spiking) == [
-        300,
-        301,
-        302,
-        600,
-    ]  # the first one comes before there is anything to compare with
+    # the first one comes before there is anything to compare with
+    assert watch(spiking) == [300, 301, 302, 600]
     assert watch(spiking, spike=0) == []
     assert watch([2.0] * 100 + [2.01, 2.03]) == [101]  # without any noise, 1 % is the least
     assert watch([-2.0] * 100 + [-1.99, -1.97]) == [101]
     assert watch([2.0] * 19 + [9.0]) == [] and watch([2.0] * 20 + [9.0]) == [20]
     assert watch([2.0] * 20 + [math.nan] * 30 + [9.0]) == [50]
-    assert watch([1.0, 3.0] * 10 + [10.89]) == [] and watch([1.0, 3.0] * 10 + [10.9]) == [
-        20
-    ]  # 2 + 6 x 1.4826
+    # 2 + 6 x 1.4826
+    assert watch([1.0, 3.0] * 10 + [10.89]) == [] and watch([1.0, 3.0] * 10 + [10.9]) == [20]
 
 
 def test_a_step_is_skipped_if_none_of_its_updates_changed_the_weights():
@@ -357,9 +350,8 @@ def noisy_run(out, steps: int) -> dict[int, str]:
 def run_with_and_without_a_break(folder):
     noisy_run(folder / "parts", 25)
     log = folder / "parts/metrics.jsonl"
-    log.write_text(
-        "".join(log.read_text().splitlines(keepends=True)[:-1])
-    )  # killed before the last line
+    # killed before the last line
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
     return noisy_run(folder / "whole", 40), noisy_run(folder / "parts", 40)
 
 
@@ -438,9 +430,8 @@ def test_a_deterministic_run_on_cuda(extra):
 
 
 def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        os, "environ", os.environ | {"RANK": "3", "WORLD_SIZE": "4"}
-    )  # as before a group has started
+    # as before a group has started
+    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "3", "WORLD_SIZE": "4"})
     be_deterministic()
     expected = r"^deterministic=true: \S+ does not have a deterministic implementation \(use deterministic=false\)$"
     try:

@@ -120,9 +120,8 @@ def go_on_after_damage(folder):
     checkpointer.save(3, model, optimizer, {"step": 3})
     assert names(folder) == ["step-00000001", "step-00000002.damaged", "step-00000003"]
     checkpointer.save(2, model, optimizer, {"step": 2})
-    assert (
-        names(folder)[0] == "step-00000001"
-    )  # though two newer ones are there: one may be of what went wrong
+    # though two newer ones are there: one may be of what went wrong
+    assert names(folder)[0] == "step-00000001"
     flip_a_bit(folder / "step-00000003" / PART)
     assert load(folder)[0] == {"step": 2}
     flip_a_bit(folder / "step-00000002" / PART)  # again, and one is aside already

@@ -26,9 +26,8 @@ def train_unseen(file: Path, end: str, environment: dict[str, str]) -> None:
         os.close(reader)
         for number, name in enumerate(("stdout", "stderr"), 1):
             os.dup2(descriptor, number)
-            setattr(
-                sys, name, os.fdopen(number, "w", closefd=False)
-            )  # as in a process of its own
+            # as in a process of its own
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
     torch.set_num_threads(1)
     cli.run(lambda _: train.main(["--config", str(file)]))
 

@@ -26,15 +26,14 @@ from minitrain.settings import Config, Model
 from minitrain.training.build import make_model
 
 FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+# not downloaded
 TEXTS = [
     text for file in FILES if "path: models/" not in (text := file.read_text(encoding="utf-8"))
-]  # not downloaded
+]
 TREES = [yaml.safe_load(text) for text in TEXTS]
 for tree in TREES:
-    if "lora" in (
-        *tree,
-        tree.get("task"),
-    ):  # then all layers are laid out to find what is adapted
+    # then all layers are laid out to find what is adapted
+    if "lora" in (*tree, tree.get("task")):
         tree["model"] = (
             {"name": tree["model"]} if isinstance(tree["model"], str) else tree["model"]
         ) | {"num_layers": 2}
@@ -328,9 +327,8 @@ def test_merge_keys_are_read(tmp_path):
         "a": {"lr": 1, "tp": 1},
         "b": {"lr": 1, "tp": 2},
     }
-    (tmp_path / "a.yaml").write_text(
-        "reference: {a: {b: &b {<<: {lr: 1}, lr: 2}}, c: {<<: *b}}"
-    )  # c is made before b
+    # c is made before b
+    (tmp_path / "a.yaml").write_text("reference: {a: {b: &b {<<: {lr: 1}, lr: 2}}, c: {<<: *b}}")
     assert load(tmp_path / "a.yaml").reference == {"a": {"b": {"lr": 2}}, "c": {"lr": 2}}
 
 

@@ -341,9 +341,10 @@ def test_any_header(folders, tmp_path_factory, name, changes):
     folder = edited(folders[name], tmp_path_factory.getbasetemp() / "edited")
     files = sorted(folder.glob("*.safetensors"))
     for change, where, what in changes:
+        # twice is too much
         with contextlib.suppress(
             ValueError, struct.error, LookupError, TypeError, ZeroDivisionError
-        ):  # twice is too much
+        ):
             change(files[where % len(files)], where, what)
     model = loaded(load_pretrained, folder)
     if model is not None:
@@ -394,9 +395,8 @@ def test_headers(folders, tmp_path, header, claimed, message):
     assert str(caught.value).isprintable() and time.process_time() - start < 5
 
 
-@pytest.mark.parametrize(
-    "room", [1 << 30, 5 << 30]
-)  # the package maps it, and then torch does once more
+# the package maps it, and then torch does once more
+@pytest.mark.parametrize("room", [1 << 30, 5 << 30])
 def test_a_file_that_memory_has_no_room_to_map(folders, tmp_path, room):
     shutil.copy(folders["llama3.1-8b"] / "config.json", tmp_path)
     header = b'{"a": {"dtype": "F32", "shape": [1073741824], "data_offsets": [0, 4294967296]}}'

@@ -52,10 +52,8 @@ def test_a_second_run_is_kept_out(another, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("left_over", [{}, {"RANK": "3"}])
 def test_training_is_kept_out(another, tmp_path, monkeypatch, left_over):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for (
-        name,
-        value,
-    ) in left_over.items():  # by a batch script; without WORLD_SIZE a run is one process
+    # by a batch script; without WORLD_SIZE a run is one process
+    for name, value in left_over.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(lock, "PATIENCE", 0.0)
     with pytest.raises(InputError, match=f"^process {another.pid} on "):
@@ -80,9 +78,8 @@ def test_a_run_that_has_ended_keeps_nobody_out(another, tmp_path, monkeypatch, c
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "number", [errno.EAGAIN, errno.EACCES]
-)  # POSIX allows either for a lock that is taken
+# POSIX allows either for a lock that is taken
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])
 def test_both_ways_to_say_that_a_lock_is_taken(tmp_path, monkeypatch, number):
     monkeypatch.setattr(
         lock.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(OSError(number, "taken"))

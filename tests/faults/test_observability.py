@@ -323,11 +323,8 @@ def test_a_run_that_continues_says_with_which_other_settings(run, capsys):
     "kind, change, chosen",
     [
         ("text", {"batch": {"micro": 2}}, False),
-        (
-            "latents",
-            {"batch": {"micro": 2}},
-            True,
-        ),  # buckets are visited in groups of so many videos
+        # buckets are visited in groups of so many videos
+        ("latents", {"batch": {"micro": 2}}, True),
         ("text", {"task": "grpo"}, True),
         ("text", {"data": {"validation": 0.5}}, True),
         ("mock", {"grpo": {"prompts": 4}}, True),
@@ -398,10 +395,11 @@ def test_of_a_sum_over_ranks_the_caller_is_named():
 @pytest.mark.parametrize(
     "entries, operation",
     [
+        # the oldest
         (
             [(True, "gloo:broadcast"), (False, "gloo:all_reduce"), (False, "gloo:barrier")],
             "all_reduce",
-        ),  # the oldest
+        ),
         ([(True, "gloo:broadcast"), (True, "gloo:all_gather")], "all_gather"),
         ([], "a collective"),
     ],

@@ -37,9 +37,8 @@ class Client:
         )
         self.model, self.sampler = model, Sampler(model, settings=SMALL)
         self.roomy = Sampler(model, settings=Rollout(slots=8, page_size=4, pages=200))
-        begin = prompts_of(
-            (24, 18), seed
-        )  # what prompts have in common, so that pages are found again
+        # what prompts have in common, so that pages are found again
+        begin = prompts_of((24, 18), seed)
         self.prompts = [
             tokens[:length] for tokens in begin for length in (1, 4, 5, 11, 16, len(tokens))
         ]

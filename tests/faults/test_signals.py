@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import struct
 import sys
 import termios
@@ -52,9 +53,8 @@ class OnTerminal:
     def __init__(self, file: Path, *ignored: int):
         start_server()
         self.master, terminal = os.openpty()
-        fcntl.ioctl(
-            terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0)
-        )  # for the progress bar
+        # for the progress bar
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
         self.seen = ""
         arguments = (file, os.ttyname(terminal), list(ignored), dict(os.environ))
         self.process = fork(train_on_terminal, *arguments)
@@ -131,6 +131,43 @@ def endless(response, answer, row) -> float:
     print("waiting for ever", flush=True)
     while True:
         time.sleep(0.01)
+
+
+def wait_for_others(file: Path, log: Path) -> None:
+    """Train as rank 0 of two, of which the other never starts; a signal may take half a second."""
+    with log.open("w") as written:
+        os.dup2(written.fileno(), 2)
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    from minitrain import train
+    from minitrain.run.launch import cli, interrupts, start
+
+    interrupts.PATIENCE = 0.5
+    join = start.join
+    start.join = lambda device: (print("joining", file=sys.stderr, flush=True), join(device))
+    cli.run(lambda _: train.main(["--config", str(file)]))
+
+
+@pytest.mark.parametrize(
+    "name, line", {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM"}.items()
+)
+def test_a_rank_that_waits_for_the_others_ends(tmp_path, name, line):
+    """It waits in C++, where no Python handler runs; and another rank's death cannot be noticed yet."""
+    run = Run(Case(2, TINY), tmp_path / "run")
+    start_server()
+    process = fork(wait_for_others, run.file, run.log)
+    deadline = time.monotonic() + LIMIT
+    while not (run.log.exists() and "joining" in run.log.read_text()):
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.05)
+    # into the wait
+    time.sleep(0.5)
+    os.kill(process.pid, signal.Signals[name])
+    process.join(LIMIT)
+    assert process.exitcode == 128 + signal.Signals[name]
+    assert run.log.read_text().endswith(f"joining\n{line}\n")
 
 
 def test_a_terminal_that_goes_stops_the_run_with_a_checkpoint(tmp_path):

@@ -232,9 +232,8 @@ def test_mxfp4_by_the_table(mxfp4):
     """One value of one expert, by hand: OCP Microscaling Formats 1.0, tables 2 and 5.3.3."""
     tensors = load_file(mxfp4[0] / "model.safetensors")
     key = "model.layers.1.mlp.experts.down_proj"
-    byte = int(
-        tensors[key + "_blocks"][5, 7, 1, 3]
-    )  # expert 5, output 7, inputs 32 + 6 and 32 + 7
+    # expert 5, output 7, inputs 32 + 6 and 32 + 7
+    byte = int(tensors[key + "_blocks"][5, 7, 1, 3])
     scale = 2.0 ** (int(tensors[key + "_scales"][5, 7, 1]) - 127)
     weight = load_pretrained(mxfp4[0]).model.layers["1"].mlp.experts.down_proj
     for value, nibble in ((weight[5, 7, 38], byte % 16), (weight[5, 7, 39], byte // 16)):

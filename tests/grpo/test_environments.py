@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from minitrain import Sampler, SamplingParams
+from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
@@ -373,6 +374,24 @@ def test_failures_are_one_line_with_the_row_or_worth_nothing(name):
     failures = [r for r in flat(groups) if r.failure]
     assert failures and averages(groups)["failed"] == len(failures) / 12
     assert worker.sampler.idle
+
+
+def test_a_reply_that_cannot_be_read_is_a_failure_of_its_row():
+    """Reading it is part of the environment's step, in a thread: it may fail, or take long."""
+    worker, problems, *_ = failing_worker()
+    start(worker.config)
+    settings = worker.environments.settings
+    with (
+        patch.object(Failing, "how", staticmethod(lambda where, answer: answer)),
+        patch.object(ChatDialog, "hear", side_effect=ValueError("no")),
+    ):
+        with pytest.raises(
+            InputError, match="^grpo.environment=.*raised ValueError: no for the row"
+        ):
+            worker.sample(problems, 0, 1)
+        with patch.object(settings, "environment_failure", "zero"):
+            groups = worker.sample(problems, 0, 1)
+    assert all("raised ValueError: no" in r.failure and r.score == 0 for r in flat(groups))
 
 
 def test_environments_that_are_none_are_refused_at_once():

@@ -275,9 +275,8 @@ def test_rewards_that_are_all_alike_teach_nothing(baseline):
 
 def test_clipping_is_on_the_side_to_which_the_advantage_pushes():
     """Without an advantage, as in a group without a signal, nothing pushes."""
-    moved = torch.tensor([-0.3, 0.3]).expand(
-        3, 2
-    )  # ratios 0.74 and 1.35, within 0.8 and 1.2 lies 1
+    # ratios 0.74 and 1.35, within 0.8 and 1.2 lies 1
+    moved = torch.tensor([-0.3, 0.3]).expand(3, 2)
     _, clipped = surrogate(GRPO(), moved, moved, torch.tensor([[-1.0], [0.0], [1.0]]))
     assert clipped.tolist() == [[True, False], [False, False], [False, True]]
 
@@ -341,9 +340,8 @@ def test_numbers_are_means_over_response_tokens():
         "generation_kl_error": mean(lambda c, o, g, f, a: math.exp(o - g) - 1 - o + g),
     }
     assert numbers == pytest.approx(expected, rel=1e-5)
-    assert all(
-        map(math.isnan, logged(objective).values())
-    )  # each step starts anew, with no tokens
+    # each step starts anew, with no tokens
+    assert all(map(math.isnan, logged(objective).values()))
     del batch["reference"]  # without one, how far the step has moved
     *_, objective = ours(GRPO(), batch, log_probs)
     moved = 2 * mean(lambda c, o, *_: math.exp(o - c) - 1 - o + c)

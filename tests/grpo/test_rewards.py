@@ -71,11 +71,8 @@ math = load_reward("math")
         (r"\boxed{(1,2)}", "12", 0),
         (r"\boxed{(1,2345)}", "(12345)", 0),  # a pair, too
         ("the year is 2", "-2", 0),
-        (
-            r"\boxed{\frac{x+1}{2}}",
-            r"x+\frac12",
-            0,
-        ),  # a sum above the line, a product or a sum below it
+        # a sum above the line, a product or a sum below it
+        (r"\boxed{\frac{x+1}{2}}", r"x+\frac12", 0),
         (r"\boxed{\frac{3}{4x}}", r"\frac{3}{4}x", 0),
         (r"\boxed{\frac{n}{2}+1}", r"\frac{n}{2+1}", 0),
         (r"\boxed{\frac{2}{3\pi}}", r"\frac{2}{3} \pi", 0),

@@ -56,17 +56,16 @@ def problems_of(tmp_path, lines, positions=512, validation=0.0, **grpo):
     "line, answer",
     [
         ({"question": "2+2?", "answer": "add\n#### 4"}, "add\n#### 4"),  # GSM8K
-        (
-            {"problem": "2+2?", "generated_solution": "so 4", "expected_answer": "4"},
-            "4",
-        ),  # OpenMathInstruct-2
+        # OpenMathInstruct-2
+        ({"problem": "2+2?", "generated_solution": "so 4", "expected_answer": "4"}, "4"),
+        # DAPO-Math-17k
         (
             {
                 "prompt": [{"role": "user", "content": "2+2?"}],
                 "reward_model": {"ground_truth": "4"},
             },
             "4",
-        ),  # DAPO-Math-17k
+        ),
         (
             {
                 "messages": [
@@ -76,6 +75,7 @@ def problems_of(tmp_path, lines, positions=512, validation=0.0, **grpo):
             },
             "4",
         ),
+        # ShareGPT
         (
             {
                 "conversations": [
@@ -84,7 +84,7 @@ def problems_of(tmp_path, lines, positions=512, validation=0.0, **grpo):
                 ]
             },
             "4",
-        ),  # ShareGPT
+        ),
         ({"prompt": "2+2?", "answer": 4}, "4"),
         ({"prompt": "2+2?", "answer": 4.0}, "4.0"),
     ],
@@ -120,11 +120,8 @@ def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
     system = "Be exact." if "messages" in line else "Be short."
     (problem,) = problems_of(tmp_path, [line | {"system": system}])[0].problems
     assert bytes(problem.prompt) == f"{system}\n2+2?\n".encode() and problem.answer == "4"
-    for key in (
-        "tools",
-        "documents",
-        "images",
-    ):  # the plain template shows neither tools nor documents
+    # the plain template shows neither tools nor documents
+    for key in ("tools", "documents", "images"):
         with pytest.raises(InputError, match=f"problems.jsonl:1: '{key}' is not supported"):
             problems_of(tmp_path, [line | {key: ["x"]}])
     (again,) = problems_of(tmp_path, [{"messages": None, "problem": None, "tools": None} | line])[
@@ -295,9 +292,8 @@ def test_a_prompt_leaves_a_position_for_its_response(tmp_path):
         problems_of(tmp_path, [{"question": "x" * 63, "answer": "4"}], positions=64)
 
 
-@pytest.mark.parametrize(
-    "digits, least", [(3, 900), (12, 4000)]
-)  # of 4,000 draws of 1,000 strings some are alike
+# of 4,000 draws of 1,000 strings some are alike
+@pytest.mark.parametrize("digits, least", [(3, 900), (12, 4000)])
 def test_made_up_problems_are_different_strings_to_be_reversed(digits, least):
     prompts = [messages[0].content for messages, *_ in reversals(digits)]
     assert [answer for _, answer, _ in reversals(digits)] == [prompt[::-1] for prompt in prompts]
@@ -378,9 +374,8 @@ def test_rewards_and_ends():
     groups = sampling.collect(problems, first=0)
     assert [[r.reward for r in group] for group in groups] == [[1.0, 1.0, 1.0, 0.0]] * 2
     assert [r.truncated for r in groups[0]] == [False] * 3 + [True]
-    sampling.tokenizer = SimpleNamespace(
-        decode=lambda tokens: f"{tokens}"
-    )  # some show the token that ends a response
+    # some show the token that ends a response
+    sampling.tokenizer = SimpleNamespace(decode=lambda tokens: f"{tokens}")
     assert not any("257" in r.text for r in sampling.collect(problems, first=0)[0])
     assert groups[0][0].text == groups[0][0].answer and [r.group for r in groups[1]] == [1] * 4
 
@@ -463,9 +458,8 @@ def test_what_is_said_of_a_steps_responses():
 
 
 def test_length_costs():
-    sampling, problems = worker(
-        [2], mock_digits=4, overlong_buffer=4, overlong_penalty=0.5
-    )  # from 4 of 8 tokens on
+    # from 4 of 8 tokens on
+    sampling, problems = worker([2], mock_digits=4, overlong_buffer=4, overlong_penalty=0.5)
     assert [r.reward for r in sampling.collect(problems, 0)[0]] == [1 - 0.5 / 4] * 2 + [0.0] * 2
     assert sampling.evaluate(problems, 2)["pass@1"] == 2 / 8  # right is right
     sampling.reward = lambda *_: 0.5  # and in part right is not
@@ -553,9 +547,8 @@ def test_groups_without_signal_are_replaced():
     assert [group[0].group for group in groups] == [0, 1]
     assert next(sampling.sampler.seen) == 6  # three rounds of two prompts were enough
     assert len({request.seed for request in sampling.sampler.requests}) == 6
-    assert {r.no_signal for group in groups for r in group} == {
-        4 / 6
-    }  # 0, 4, 0, 0 of 0, 4, 2, 0, 3, 0
+    # 0, 4, 0, 0 of 0, 4, 2, 0, 3, 0
+    assert {r.no_signal for group in groups for r in group} == {4 / 6}
 
 
 def test_what_is_said_of_a_step_counts_groups_that_were_replaced(tmp_path):
@@ -624,9 +617,8 @@ def test_length_alone_is_no_signal():
     assert [r.reward for r in groups[0]] == [-1 / 4] * 2 + [0.0] * 2 and [
         len(group) for group in groups
     ] == [4, 4]
-    assert (
-        next(sampling.sampler.seen) == 6
-    )  # none of three rounds of two prompts had what was looked for
+    # none of three rounds of two prompts had what was looked for
+    assert next(sampling.sampler.seen) == 6
     assert {r.no_signal for group in groups for r in group} == {1.0}
 
 
@@ -638,9 +630,8 @@ def test_pass_at_by_enumeration():
 
 
 def test_evaluation():
-    sampling, problems = worker(
-        [1, 0, 4, 2], eval_samples=4
-    )  # two greedy responses, then two groups
+    # two greedy responses, then two groups
+    sampling, problems = worker([1, 0, 4, 2], eval_samples=4)
     numbers = sampling.evaluate(problems, 2)
     assert numbers == {
         "greedy": 0.5,
@@ -971,10 +962,8 @@ def test_contradictions_are_refused(setting, message):
             "rollout": {"tp": 4, "ep": 4},
             "model": {"name": "qwen3-30b-a3b-tiny", "moe_intermediate_size": 16},
         },
-        {
-            "lora": {},
-            "model": {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1},
-        },  # which never moves
+        # which never moves
+        {"lora": {}, "model": {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}},
     ],
     ids=str,
 )

@@ -75,9 +75,8 @@ def test_only_what_needs_pairs_has_them():
     for causal in (True, False):
         assert make_mask(8, CPU, causal=causal).attn_mask is None
         assert make_mask(8, CPU, document_ids, causal).attn_mask.shape == (1, 1, 8, 8)
-    assert (
-        make_mask(8, CPU, q_positions=q_positions, causal=False).attn_mask is None
-    )  # all see all, wherever they are
+    # all see all, wherever they are
+    assert make_mask(8, CPU, q_positions=q_positions, causal=False).attn_mask is None
     assert make_mask(8, CPU, q_positions=q_positions).attn_mask.shape == (1, 1, 4, 8)
 
 

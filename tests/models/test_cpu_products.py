@@ -74,9 +74,8 @@ def test_linears(forced, bias, frozen):
         cpu.use_cpu_linears(linear)
         assert type(linear) is cpu.CpuLinear
     kept, _ = y.grad_fn.next_functions[0][0].saved_tensors
-    assert (
-        kept is None
-    ) == frozen  # as torch's own, an input that no gradient needs takes no memory
+    # as torch's own, an input that no gradient needs takes no memory
+    assert (kept is None) == frozen
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
@@ -156,9 +155,8 @@ def test_only_where_it_is_faster():
             assert kinds == {cpu.CpuLinear if faster else nn.Linear}
     with mock.patch.object(cpu, "FASTER", True):
         assert not cpu.multiplies(big[:16, :16], big[:16])
-        other = type("Other", (nn.Linear,), {})(
-            4, 4
-        )  # of a class that multiplies otherwise, as in FP8
+        # of a class that multiplies otherwise, as in FP8
+        other = type("Other", (nn.Linear,), {})(4, 4)
         cpu.use_cpu_linears(other)
         assert type(other).__name__ == "Other"
         assert not cpu.multiplies(big.bfloat16(), big.bfloat16()) and not cpu.multiplies(

@@ -205,11 +205,8 @@ def test_products_get_the_layouts_that_hopper_has():
             fp8_linear(64, 48), torch.randn(3, 7, 64).bfloat16(), torch.randn(3, 7, 48).bfloat16()
         )
     types = [call.args[4] for call in product.call_args_list]
-    assert types == [
-        torch.bfloat16,
-        torch.bfloat16,
-        torch.float32,
-    ]  # rounded once, a weight's gradient to its type
+    # rounded once, a weight's gradient to its type
+    assert types == [torch.bfloat16, torch.bfloat16, torch.float32]
     for (a, b, a_inverse, b_inverse, *_), _ in product.call_args_list:
         assert a.is_contiguous() and b.t().is_contiguous() and not b.is_contiguous()
         assert not any(size % 16 for size in (a.shape[1], *b.shape))
@@ -435,11 +432,8 @@ def test_which_linears_are_converted():
     )
     assert ends(converted(dense)) == attention | mlp
     assert ends(converted(small)) == attention  # 200 is no multiple of 16
-    for model, fits in (
-        (dense, True),
-        (small, True),
-        (narrow, False),
-    ):  # all three, which then round their input once
+    # all three, which then round their input once
+    for model, fits in ((dense, True), (small, True), (narrow, False)):
         names = converted(model)
         assert ("k_proj" in ends(names)) == fits
     names = converted(deepseek)

@@ -238,9 +238,8 @@ def test_products_add_to_updates_and_to_the_gradient_of_their_input(family, targ
     assert [name for name, _ in forward].count("auto_functionalized_v2") == adapters
     assert "aten.add.Tensor" not in dict(forward)
     assert [name for name, _ in backward].count("auto_functionalized_v2") == 5
-    assert [shape for name, shape in backward if name == "aten.add.Tensor"] == [
-        x.shape
-    ]  # of the two projections
+    # of the two projections
+    assert [shape for name, shape in backward if name == "aten.add.Tensor"] == [x.shape]
     expected = 0
     for linear, y, grad in zip(linears, outputs, upstream, strict=True):
         a, b = (
@@ -507,16 +506,14 @@ def test_the_selection_bias_is_frozen_too():
     model = {"name": "deepseek-v3-tiny", "bias_update_speed": 0.1}
     with pytest.raises(InputError, match="bias_update_speed=0.1: lora freezes the model"):
         from_dict({"model": model, "batch": {"seq_len": 64}, "lora": {}})
-    from_dict(
-        {"model": model, "task": "grpo", "data": {"kind": "mock"}, "lora": {}}
-    )  # moves it in no case
+    # moves it in no case
+    from_dict({"model": model, "task": "grpo", "data": {"kind": "mock"}, "lora": {}})
 
 
 def test_gpt3_is_refused():
     with pytest.raises(InputError, match="have no form in PEFT"):
-        adapter_shapes(
-            model_config("gpt3-175b-tiny"), Lora()
-        )  # which a config asks, and who writes adapters
+        # which a config asks, and who writes adapters
+        adapter_shapes(model_config("gpt3-175b-tiny"), Lora())
 
 
 def compare_steps():
@@ -541,9 +538,8 @@ def test_steps_are_compared_with_peft_and_with_training_all(pool):
     assert peft["versus"] == "peft" and peft["versus_ratio"] > 0
     ours, all_of_it = full["versus_memory_gib"]
     weights = count_work(from_dict(TREE).model.config).parameters * 2**-30
-    assert (
-        ours < all_of_it and all_of_it > 16 * weights
-    )  # in fp32: weights, gradients, two states
+    # in fp32: weights, gradients, two states
+    assert ours < all_of_it and all_of_it > 16 * weights
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -572,9 +568,8 @@ def train_export_and_resume(folder):
     base = {"model": {"path": str(folder / "base")}}
     losses = run(folder / "whole", base, {"steps": 4})
     run(folder / "parts", base, {"steps": 2})
-    assert (
-        run(folder / "parts", base, {"steps": 4}) == losses
-    )  # masks too depend on the step alone
+    # masks too depend on the step alone
+    assert run(folder / "parts", base, {"steps": 4}) == losses
     stored = load_file(folder / "whole" / "adapter_model.safetensors")
     assert stored.keys() == load_file(folder / "parts" / "adapter_model.safetensors").keys()
     assert not (folder / "whole" / "config.json").exists()

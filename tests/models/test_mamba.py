@@ -26,12 +26,8 @@ from minitrain.training.optim import make_optimizer
 BATCH, SEQ, GROUPS, HEADS, WIDTH, STATE = 2, 75, 2, 3, 4, 8  # heads of a group; their width
 SHAPE = MambaShape(heads=6, head_dim=4, groups=2, state=8, conv=4, chunk=16)
 PACKED = torch.zeros(BATCH, SEQ, dtype=torch.long)
-PACKED[0, 16:], PACKED[0, 17:], PACKED[0, 20:], PACKED[0, 48:] = (
-    1,
-    2,
-    3,
-    1,
-)  # at a chunk's start, inside; 1 again
+# at a chunk's start, inside; 1 again
+PACKED[0, 16:], PACKED[0, 17:], PACKED[0, 20:], PACKED[0, 48:] = (1, 2, 3, 1)
 PACKED[1, 9:] = 4  # the other row stays in one document for many chunks
 
 

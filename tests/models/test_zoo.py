@@ -7,12 +7,13 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from minitrain import InputError
 from minitrain.formats.hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layers import rotary_frequencies
+from minitrain.models.layers import LayerNorm1P, rotary_frequencies
 from minitrain.models.zoo import ZOO, model_config
 from minitrain.training.build import initialize
 
@@ -361,9 +362,8 @@ def test_tiny_twin_runs_forward_and_backward(name):
     logits = model(tokens[:, :-1])
     assert logits.shape == (2, 16, 512)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    assert (
-        abs(loss.item() - torch.log(torch.tensor(512.0)).item()) < 0.2
-    )  # an untrained model is nearly uniform
+    # an untrained model is nearly uniform
+    assert abs(loss.item() - torch.log(torch.tensor(512.0)).item()) < 0.2
     loss.backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all() and parameter.grad.norm() > 0, key
@@ -376,12 +376,24 @@ def test_overrides_and_unknown_names():
         model_config("llama3-8")
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "nemotron4-15b", "gpt-oss-20b", "gpt3-175b"])
-def test_norms_start_as_the_identity_and_biases_at_zero(name):
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llama3-8b", {}),
+        ("nemotron4-15b", {}),
+        ("gpt-oss-20b", {}),
+        ("gpt3-175b", {}),
+        ("qwen3-32b", {"norm": "layernorm1p"}),
+        ("deepseek-v3", {"norm": "layernorm1p"}),
+    ],
+)
+def test_norms_start_as_the_identity_and_biases_at_zero(name, fields):
     """Nemotron-4 stores a norm's weight less 1; biases of experts have two dimensions, as matrices have."""
-    model = Decoder(model_config(f"{name}-tiny"))
+    model = Decoder(model_config(f"{name}-tiny", **fields))
     initialize(model, seed=0)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            assert (module.weight == float(not isinstance(module, LayerNorm1P))).all(), module
     for key, parameter in model.named_parameters():
-        if key.endswith(("norm.weight", "bias")):
-            one = key.endswith("weight") and model.config.norm != "layernorm1p"
-            assert (parameter == float(one)).all(), key
+        if key.endswith("bias"):
+            assert (parameter == 0).all(), key

@@ -243,9 +243,8 @@ MEMORY = """
 def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
     """Resident memory, mapped files included, of a 41 MiB model in shards of 4 MiB and in one file."""
     command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path)]
-    environment = os.environ | {
-        "MALLOC_MMAP_THRESHOLD_": "65536"
-    }  # glibc gives freed tensors back at once
+    # glibc gives freed tensors back at once
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     peaks = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
     )

@@ -94,10 +94,8 @@ def test_both_spellings_of_the_pattern(family, tmp_path):
     build(family).save_pretrained(tmp_path)
     expected = read_config(tmp_path)
     assert expected.layer_pattern == "ME*-ME"
-    for spelling in (
-        PUBLISHED[1],
-        PUBLISHED[0] | dict(num_hidden_layers=9),
-    ):  # letters: it is as long as it is
+    # letters: it is as long as it is
+    for spelling in (PUBLISHED[1], PUBLISHED[0] | dict(num_hidden_layers=9)):
         edit_json(tmp_path / "config.json", **spelling)
         assert read_config(tmp_path) == expected
 
@@ -244,9 +242,8 @@ def test_gpt2_as_openai_published_it(tmp_path):
         name: tensor.contiguous() for name, tensor in theirs.transformer.state_dict().items()
     }
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
-    tensors["lm_head.weight"] = tensors[
-        "wte.weight"
-    ].clone()  # which some files have, under its own name
+    # which some files have, under its own name
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     theirs.save_pretrained(tmp_path)
     expected = load_pretrained(tmp_path)(tokens)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -315,9 +312,8 @@ def test_a_pattern_without_experts_needs_no_keys_of_them(tmp_path):
     save_pretrained(ours, tmp_path)
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text())
-    assert (
-        ours.config.time_step_min == 0 < raw["time_step_min"]
-    )  # whose logarithm transformers takes
+    # whose logarithm transformers takes
+    assert ours.config.time_step_min == 0 < raw["time_step_min"]
     file.write_text(json.dumps({key: raw[key] for key in raw.keys() - NO_EXPERTS.keys()}))
     assert read_config(tmp_path).num_experts == 0
     compare_with_transformers(tmp_path)

@@ -72,22 +72,13 @@ def test_yarn_frequencies(family, tmp_path):
     [
         (64, 10000.0, {}),
         (64, 10000.0, {"truncate": False}),
-        (
-            8,
-            10000.0,
-            {"original_max_position_embeddings": 64},
-        ),  # all pairs turn less often than beta_fast
+        # all pairs turn less often than beta_fast
+        (8, 10000.0, {"original_max_position_embeddings": 64}),
         (8, 2.0, {"beta_slow": 1e-3}),  # and all of these more often than beta_slow
-        (
-            8,
-            10000.0,
-            {"beta_fast": 3.0, "beta_slow": 3.0, "truncate": False},
-        ),  # no pair is between
-        (
-            16,
-            10000.0,
-            {"original_max_position_embeddings": 6},
-        ),  # nor here, where all but the first are divided
+        # no pair is between
+        (8, 10000.0, {"beta_fast": 3.0, "beta_slow": 3.0, "truncate": False}),
+        # nor here, where all but the first are divided
+        (16, 10000.0, {"original_max_position_embeddings": 6}),
         (16, 500.0, {"factor": 1.0}),
         (16, 500.0, {"factor": 0.5, "mscale": 0.7, "mscale_all_dim": 1.0}),
         (16, 500.0, {"mscale": 0.7}),  # which counts only with the other
@@ -204,9 +195,8 @@ def test_auxiliary_loss_has_the_gradient_of_transformers(padded):
         torch.where(torch.arange(20) < torch.tensor([[20], [7]]), 0, -1) if padded else None
     )
     _, weights = router(x, document_ids)
-    (found,) = torch.autograd.grad(
-        weights.sum() * 0, router.weight
-    )  # what is left is the attached loss
+    # what is left is the attached loss
+    (found,) = torch.autograd.grad(weights.sum() * 0, router.weight)
     seen = None if document_ids is None else document_ids >= 0
     loss = 0.3 * load_balancing_loss_func((x.flatten(0, 1) @ router.weight.T,), 6, 2, seen) / 2
     (expected,) = torch.autograd.grad(loss, router.weight)

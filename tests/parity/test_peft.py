@@ -77,9 +77,8 @@ def pair(request, tmp_path):
         target_parameters=parameters,
         use_rslora=request.param == "qwen2.5",
     )
-    rank = (
-        3 if request.param == "mixtral" else 8
-    )  # grouped products by themselves take multiples of 8
+    # grouped products by themselves take multiples of 8
+    rank = 3 if request.param == "mixtral" else 8
     theirs = get_peft_model(base, LoraConfig(r=rank, lora_alpha=12, **settings)).eval()
     randomize(p for p in theirs.parameters() if p.requires_grad)
     theirs.save_pretrained(tmp_path / "adapter")
@@ -461,9 +460,8 @@ def test_targets_that_a_model_has_not_are_not_written(tmp_path):
     theirs = PeftModel.from_pretrained(reload(tmp_path / "base"), tmp_path / "adapter").eval()
     with torch.no_grad():
         tokens = random_tokens(2, 24)
-        torch.testing.assert_close(
-            ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0
-        )  # no dropout without grad
+        # no dropout without grad
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
 def test_targets_inside_nemotron_h_mean_the_same_in_files(tmp_path):

@@ -46,9 +46,8 @@ def sampler_graphs(request, monkeypatch):
     else:
         monkeypatch.setattr(cpu_attention, "MIN_PACKED_ELEMENTS", 0)
     compiled.compiled_forward.cache_clear()
-    with torch._dynamo.config.patch(
-        fail_on_recompile_limit_hit=True
-    ):  # else what is beyond it runs as it is
+    # else what is beyond it runs as it is
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield counter
     compiled.compiled_forward.cache_clear()
     torch.compiler.reset()

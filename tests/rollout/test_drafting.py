@@ -302,6 +302,23 @@ def test_memory_is_of_both_and_free_at_once():
     sampler.generate(prompts_of((6,)), SamplingParams(max_tokens=3))
 
 
+def test_new_weights_reach_what_drafts():
+    """Their products and packed copies, too: else drafts are guessed by weights that are gone."""
+    model = make("deepseek-v3", **PREDICTORS["llama3-8b"])
+    sampler = Sampler(model, settings=Rollout(draft="mtp", page_size=4, pages=50))
+    sampler.generate(prompts_of((6,)), SamplingParams(max_tokens=3))
+    (layer,) = [each for each in sampler.caches.drafts.layers if each is not None]
+    assert layer.constants is not None
+    sampler.refresh()
+    assert layer.constants is None
+    model = make("qwen3-32b")
+    sampler = Sampler(model, settings=Rollout(page_size=4, pages=50), draft=disturbed(model))
+    packed = sampler.weights.draft.packed
+    packed[()] = None
+    sampler.refresh()
+    assert not packed
+
+
 def test_a_draft_whose_embedding_is_no_number_is_told(monkeypatch):
     """Although it is never drawn: tokens before it see its keys with a weight of 0. It spoils no later sample."""
     model, (prompt,) = make("qwen3-32b", tie_word_embeddings=False).double(), prompts_of((6,))

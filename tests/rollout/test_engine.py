@@ -195,10 +195,8 @@ def test_new_weights_need_a_refresh_and_get_one():
 
 
 def test_only_what_was_made_of_the_weights_invalidates_graphs():
-    for name, kept in (
-        ("qwen3-32b", True),
-        ("deepseek-v3", False),
-    ):  # absorbed matrices are made anew
+    # absorbed matrices are made anew
+    for name, kept in (("qwen3-32b", True), ("deepseek-v3", False)):
         sampler = Sampler(make(name), settings=Rollout(page_size=4, pages=50))
         sampler.generate([[1, 2]], SamplingParams(max_tokens=2))
         sampler.batches[1].captured["a graph"] = None
@@ -244,10 +242,8 @@ def test_page_lists_are_free_at_once(no_collector):
 
 def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
     """Kernels are compiled for it, and a trainer's optimizer takes memory after the first step."""
-    free, page = (
-        10**6,
-        4 * 2 * 4 * 16 * 4 * 4,
-    )  # bytes: tokens, keys and values, heads, channels, layers, fp32
+    # bytes: tokens, keys and values, heads, channels, layers, fp32
+    free, page = (10**6, 4 * 2 * 4 * 16 * 4 * 4)
     model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)
     monkeypatch.setattr(capacity, "free_memory", lambda device: free)
     sampler, counts = Sampler(model, settings=Rollout(page_size=4, memory=0.5)), []
@@ -345,10 +341,8 @@ def test_a_prompt_is_computed_once_for_samples_that_take_turns(name, monkeypatch
 
 def test_a_pool_has_no_more_elements_than_a_kernel_can_index(monkeypatch):
     monkeypatch.setattr(capacity, "free_memory", lambda device: 10**15)
-    for name, width in (
-        ("qwen3-32b", 4 * 16),
-        ("deepseek-v3", 32 + 8),
-    ):  # keys' channels of a token
+    # keys' channels of a token
+    for name, width in (("qwen3-32b", 4 * 16), ("deepseek-v3", 32 + 8)):
         sampler = Sampler(make(name), settings=Rollout(slots=10**6))
         pages = pages_of(sampler) + 1  # one is for what only fills up
         assert pages * 128 * width < 2**31 <= (pages + 1) * 128 * width
@@ -663,9 +657,8 @@ def test_settings_that_make_no_sense(setting, line):
 
 
 def test_the_command_line_shows_all_samples(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        ByteTokenizer, "encode_prompt", lambda self, text: [256, *text.encode()]
-    )  # as Llama's has bos
+    # as Llama's has bos
+    monkeypatch.setattr(ByteTokenizer, "encode_prompt", lambda self, text: [256, *text.encode()])
     model = make("qwen3-32b", vocab_size=258)
     save_pretrained(model, tmp_path)
     ByteTokenizer().save(tmp_path)
@@ -718,9 +711,8 @@ def test_rows_that_outgrow_their_buffers():
     sampler = Sampler(model, settings=Rollout(page_size=4, pages=50, steps=3))
     (found,) = sampler.generate([[1]], SamplingParams(temperature=0, max_tokens=20))
     assert found.tokens == uncached(model, [1], 20)
-    several = sampler.generate(
-        [[1], [2], [3]], SamplingParams(temperature=0, max_tokens=4)
-    )  # no longer ones
+    # no longer ones
+    several = sampler.generate([[1], [2], [3]], SamplingParams(temperature=0, max_tokens=4))
     assert [each.tokens for each in several] == [uncached(model, [n], 4) for n in (1, 2, 3)]
 
 
@@ -886,10 +878,8 @@ def test_an_interrupted_step_counts_for_nothing():
 
 
 def test_pages_that_cuda_can_read():
-    dense, latent = (
-        model_config("qwen3-32b"),
-        model_config("deepseek-v3"),
-    )  # of 64 heads and of 128
+    # of 64 heads and of 128
+    dense, latent = (model_config("qwen3-32b"), model_config("deepseek-v3"))
     for size, config, tp in ((128, dense, 1), (256, dense, 8), (128, latent, 1)):
         capacity.check_page_size(size, config, tp)
     latent = dataclasses.replace(latent, num_attention_heads=256, num_key_value_heads=256)

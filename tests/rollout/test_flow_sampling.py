@@ -65,9 +65,8 @@ def test_unipc_is_that_of_diffusers(steps, shift):
     for sigma, timestep in zip(scheduler.sigmas.tolist(), scheduler.timesteps, strict=False):
         x = scheduler.step(gaussian_velocity(x, sigma), timestep, x).prev_sample
     found = unipc(gaussian_velocity, noise, scheduler.sigmas.tolist())
-    torch.testing.assert_close(
-        found, x, atol=1e-4, rtol=0
-    )  # diffusers keeps its coefficients in fp32
+    # diffusers keeps its coefficients in fp32
+    torch.testing.assert_close(found, x, atol=1e-4, rtol=0)
 
 
 def test_schedule():

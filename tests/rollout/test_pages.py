@@ -313,10 +313,8 @@ def test_prompts_that_come_together_wait_for_the_pages_that_they_share():
     counts = []
     while not counts or sum(map(len, counts)) < 5:
         counts.append([count for _, count in plan_and_compute(scheduler).chunks])
-    assert counts == [
-        [25],
-        [9, 9, 9, 5],
-    ]  # all but the last tokens; of three not the 16 that fill pages
+    # all but the last tokens; of three not the 16 that fill pages
+    assert counts == [[25], [9, 9, 9, 5]]
 
 
 def test_long_prompts_take_turns_with_those_who_decode():

@@ -80,9 +80,8 @@ def test_chi_square_against_the_exact_distribution(params, kept):
     allowed = torch.full_like(scaled, -torch.inf).index_fill(0, torch.tensor(kept), 0)
     exact = (scaled + allowed).log_softmax(0)
     drawn = torch.cat(drawn)
-    assert (
-        chi_square(drawn, exact.exp() * len(drawn)) < 24.3
-    )  # the 0.1 % point for 7 degrees of freedom
+    # the 0.1 % point for 7 degrees of freedom
+    assert chi_square(drawn, exact.exp() * len(drawn)) < 24.3
     torch.testing.assert_close(torch.cat(logprobs).double(), exact[drawn], atol=1e-6, rtol=0)
 
 
@@ -345,9 +344,8 @@ def test_a_split_vocabulary_gives_the_same_tokens(pool, params):
     for found in pool.run(2, chosen_over_ranks, logits, params, positions):
         assert torch.equal(found[0], tokens)
         torch.testing.assert_close(found[1], logprobs)
-        assert found[2] == (
-            [150] if "top_k" in params else [5]
-        )  # without filters never the logits
+        # without filters never the logits
+        assert found[2] == ([150] if "top_k" in params else [5])
 
 
 @pytest.mark.parametrize("params", LONE, ids=str)

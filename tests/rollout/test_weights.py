@@ -124,9 +124,8 @@ def test_linears_with_adapters_are_packed_too(targets):
         for module in block.modules()
         if isinstance(module, nn.Linear)
     }
-    assert [
-        uncached(model, prompt, 6) for prompt in prompts
-    ] == expected  # adapters are still there
+    # adapters are still there
+    assert [uncached(model, prompt, 6) for prompt in prompts] == expected
 
 
 def test_other_types_than_fp32_are_not_packed():

@@ -173,10 +173,8 @@ def test_a_step_can_be_saved_again(pool, tmp_path):
     pool.run(1, save_many, tmp_path, [1], 2)
     first = pool.run(1, load_newest, tmp_path)[0][1]
     pool.run(1, save_many, tmp_path, [3, 1], 2)
-    assert names(tmp_path) == [
-        "step-00000001",
-        "step-00000003",
-    ]  # nothing later than the saved step is removed
+    # nothing later than the saved step is removed
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
     (tmp_path / "step-00000003").rename(tmp_path / "aside")
     assert not equal(pool.run(1, load_newest, tmp_path)[0][1], first)
 
@@ -191,9 +189,8 @@ def save_beside_links(folder, elsewhere):
     save_many(folder, [1, 2, 3], 3)
     for number in (1, 2, 3):
         move_and_link(folder, elsewhere / str(number), number)
-    (folder / "step-00000002").rename(
-        folder / "step-00000002.tmp"
-    )  # as a run leaves it that is killed meanwhile
+    # as a run leaves it that is killed meanwhile
+    (folder / "step-00000002").rename(folder / "step-00000002.tmp")
     assert load_newest(folder)[0] == {"step": 3}
     save_many(folder, [3, 4], 1)
 
@@ -284,10 +281,8 @@ def save_and_die(folder, second, kill):
     ("second", "survivors"),
     [
         (2, ["first", "first", "first", "first", "second", "second"]),
-        (
-            1,
-            ["first", "first", "first", "first", "first", "second"],
-        ),  # the first one gives way to one of the same step
+        # the first one gives way to one of the same step
+        (1, ["first", "first", "first", "first", "first", "second"]),
     ],
 )
 def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(pool, tmp_path, second, survivors):
@@ -362,10 +357,8 @@ def hostile_indices(index, proof):
     yield pickle.dumps({}), "dict"
     yield b"", ".metadata"
     saved, stored = index.state_dict_metadata, index.storage_data
-    saved["0.weight"], right = (
-        dcp.BytesStorageMetadata(),
-        saved["0.weight"],
-    )  # DCP would unpickle the tensor's bytes
+    # DCP would unpickle the tensor's bytes
+    saved["0.weight"], right = (dcp.BytesStorageMetadata(), saved["0.weight"])
     yield pickle.dumps(index), "BytesStorageMetadata"
     saved["0.weight"] = right
     saved["0.weight/step"].size = torch.Size([1 << 60])

@@ -252,6 +252,7 @@ def test_what_is_written_is_read_back_the_same():
             {"optim": {"newton_schulz": "fp32"}},
             "optim.newton_schulz=fp32 is for optim.name=muon, not adamw",
         ),
+        ({"optim": {"ema": 1}}, "optim.ema=1 would never change the averages"),
         ({"optim": {"final_lr": 2}}, "optim.final_lr=2.0 must be between 0 and 1"),
         ({"optim": 3}, "optim must be a mapping, not int 3"),
         ({"precision": "fp64"}, "precision='fp64' is not one of fp32, bf16, bf16-pure"),
@@ -444,9 +445,8 @@ def test_lists_in_a_word():
         assert read(f"data.exclude={value}").data.exclude == ["*.txt", "a b #2", "x,y", "&z"]
     assert read("data.exclude=").data.exclude == read("data.exclude=[]").data.exclude == []
     assert load(os.devnull, ["data.kind=text", "data.path=[a,*.b]"]).data.path == ["a", "*.b"]
-    assert (
-        load(os.devnull, ["data.kind=text", "data.path=a,b"]).data.path == "a,b"
-    )  # a file may be called so
+    # a file may be called so
+    assert load(os.devnull, ["data.kind=text", "data.path=a,b"]).data.path == "a,b"
     assert read("lora.targets=q_proj,v_proj").lora.targets == ["q_proj", "v_proj"]
     with pytest.raises(InputError, match="optim.betas=.0.9. must be two numbers"):
         read("optim.betas=0.9")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from minitrain import settings, train
-from minitrain.__main__ import FILES
+from minitrain.__main__ import COMMANDS
 from minitrain.errors import InputError
 from minitrain.run.config.config_yaml import read_yaml
 from minitrain.run.config.describe import SECTIONS, annotate, comments, describe_section
@@ -115,8 +115,8 @@ sys.exit("torch" in sys.modules)
         "train --confg x",
         "generate --task diffusion --help",
         "nothing",
-        *(f"{name} --help" for name in FILES),
-        *(f"{name} --typo" for name in FILES),
+        *(f"{name} --help" for name in COMMANDS),
+        *(f"{name} --typo" for name in COMMANDS),
     ],
 )
 def test_help_and_mistyped_words_do_not_wait_for_torch(words):

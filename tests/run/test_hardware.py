@@ -68,9 +68,8 @@ def test_published_rows_reach_a_plausible_share_of_the_peak(row):
     assert 0.15 < share < 0.6
 
 
-@pytest.mark.parametrize(
-    "rate", [2e9, 2e10, 6e10]
-)  # one of 256 takes 17 ms; one of 1024, 0.11 s and 0.04 s
+# one of 256 takes 17 ms; one of 1024, 0.11 s and 0.04 s
+@pytest.mark.parametrize("rate", [2e9, 2e10, 6e10])
 @pytest.mark.parametrize("stalls", [(), (2, 5)])
 def test_matmul_rate_of_a_machine_with_a_known_rate(monkeypatch, rate, stalls):
     """The clock shows the FLOPs that torch has counted so far, over `rate`; some runs are held up for a second."""
@@ -100,10 +99,8 @@ def resident_bytes() -> int:
 def test_peak_memory_rises_by_what_is_allocated_above_it_and_stays():
     held, slack = resident_bytes(), 2**23
     block = torch.ones(peak_memory_bytes(CPU) - held + 2**29, dtype=torch.uint8)
-    least, most = (
-        resident_bytes(),
-        held + block.nbytes,
-    )  # the kernel may take pages of libraries meanwhile
+    # the kernel may take pages of libraries meanwhile
+    least, most = (resident_bytes(), held + block.nbytes)
     assert block.nbytes < least and least - slack < peak_memory_bytes(CPU) < most + slack
     del block
     assert least - slack < peak_memory_bytes(CPU) < most + slack

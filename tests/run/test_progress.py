@@ -142,9 +142,8 @@ def test_the_end_of_a_run_in_six_lines(tmp_path, capsys):
         "out_dir": str(tmp_path / "out"),
     }
     train_model.train(from_dict(tree))
-    train_model.train(
-        from_dict(tree | {"steps": 6, "optim": tree["optim"] | {"lr": 1.0}})
-    )  # which makes it worse
+    # which makes it worse
+    train_model.train(from_dict(tree | {"steps": 6, "optim": tree["optim"] | {"lr": 1.0}}))
     shown = capsys.readouterr().out
     lines = [
         json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()

@@ -134,10 +134,8 @@ def test_a_pipeline_that_fills_and_drains_several_times():
     assert as_published(config, "row", SYSTEM, simulation)["step_time_s"] == pytest.approx(
         4 / 3 * (6 + 1) * 3
     )
-    for at_once, steps in (
-        (8, 8 + 1),
-        (4, 2 * (4 + 1)),
-    ):  # where the time goes is all of it, what is no work is bubble
+    # where the time goes is all of it, what is no work is bubble
+    for at_once, steps in ((8, 8 + 1), (4, 2 * (4 + 1))):
         parts = time_traces(config, traces, SYSTEM, at_once).breakdown(place=1)
         idle = pytest.approx((steps - 8) * 3)
         nothing = {"exposed communication": pytest.approx(0), "gaps": 0}

@@ -69,9 +69,8 @@ def traced(tree: dict) -> Trace:
 
 
 def test_repeated_graphs_leave_the_same_trace(monkeypatch):
-    traced(
-        TREE
-    )  # the first of a process leaves cycles that hold tensors: of what the compiler sets up once
+    # the first of a process leaves cycles that hold tensors: of what the compiler sets up once
+    traced(TREE)
     calls = []
     repeat = Recording.repeat
     monkeypatch.setattr(Recording, "repeat", lambda *args: calls.append(1) or repeat(*args))

@@ -5,11 +5,8 @@ import pytest
 from minitrain.parallel.pipeline_split import SCHEDULES, rank_of
 from minitrain.simulator.replay import replay, schedule_order
 
-FORWARD, INPUTS, WEIGHTS = (
-    1.0,
-    1.25,
-    0.75,
-)  # seconds of one rank's layers: forward, gradients of inputs, of weights
+# seconds of one rank's layers: forward, gradients of inputs, of weights
+FORWARD, INPUTS, WEIGHTS = (1.0, 1.25, 0.75)
 WHOLE = FORWARD + INPUTS + WEIGHTS
 RANKS, BATCHES = 4, 8
 
@@ -40,9 +37,8 @@ def test_idle_time_is_that_of_the_literature(schedule, stages_per_rank, expected
 
 
 def test_zero_bubble_schedules_idle_less():
-    assert idle("ZBVZeroBubble", 2, 1, 1, 1) == pytest.approx(
-        (RANKS - 1) / 2
-    )  # Qi et al. 2023, section 6
+    # Qi et al. 2023, section 6
+    assert idle("ZBVZeroBubble", 2, 1, 1, 1) == pytest.approx((RANKS - 1) / 2)
     assert idle("InterleavedZeroBubble", 2) < idle("Interleaved1F1B", 2)
     assert idle("DualPipeV", 2) < idle("Interleaved1F1B", 2)
 
@@ -57,10 +53,8 @@ def test_messages_delay_by_hand():
         (0, "B", 0): (4.0, 5.0),
     }
     assert result.busy() == [2.0, 2.0]
-    assert result.lanes(step=6.0, columns=12) == [
-        "FF......BBUU",
-        "...FFBBUUUUU",
-    ]  # and an update from 5.0 on
+    # and an update from 5.0 on
+    assert result.lanes(step=6.0, columns=12) == ["FF......BBUU", "...FFBBUUUUU"]
 
 
 def test_messages_of_two_ranks_travel_one_after_the_other():

@@ -161,10 +161,8 @@ def test_an_action_takes_what_its_rank_does_since_the_one_before():
     found = action_spans(trace, Timeline(at=[1.0, 3.0, 4.0, 6.0]))
     assert found == {(0, "F", 0): (0.0, 3.0), (0, "F", 1): (3.0, 6.0)}
     found = action_spans(trace, Timeline(at=[3.0, 5.0, 6.0, 8.0]))
-    assert found == {
-        (0, "F", 0): (2.0, 5.0),
-        (0, "F", 1): (5.0, 8.0),
-    }  # 2 seconds of gathering come before all
+    # 2 seconds of gathering come before all
+    assert found == {(0, "F", 0): (2.0, 5.0), (0, "F", 1): (5.0, 8.0)}
 
 
 @pytest.mark.parametrize("depths", [0, 2])
@@ -309,10 +307,8 @@ def test_layouts_are_ranked_and_those_that_cannot_run_are_told(tmp_path, monkeyp
         each["error"]
         for each in sweep.sweep(str(file), [], ["recompute=1,most"], load_system("dgx-h100"))
     ]
-    assert ["at least 2" in errors[0], "is not one of none" in errors[1]] == [
-        True,
-        True,
-    ]  # of the same key
+    # of the same key
+    assert ["at least 2" in errors[0], "is not one of none" in errors[1]] == [True, True]
     lists = sweep.parse("optim.betas=[0.9,0.95],[0.9,0.99]")
     assert lists == ("optim.betas", ["[0.9,0.95]", "[0.9,0.99]"])
     mappings = sweep.parse("data={kind: mock, size: [1,2]},{size: [3,4], kind: mock}")

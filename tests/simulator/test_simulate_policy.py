@@ -52,9 +52,8 @@ def test_a_decoding_step_reads_weights_and_caches():
         decoding_seconds(SECOND, dense, READS, samples=3, context=10, tp=1) == 1000 + 3 * 10 * 2
     )
     system = replace(SECOND, latency=2.0, decode_weights=0.5, decode_caches=0.25, decode_step=7.0)
-    assert (
-        decoding_seconds(system, dense, READS, 3, 10, tp=1) == 1000 / 0.5 + 60 / 0.25 + 7
-    )  # and no message
+    # and no message
+    assert decoding_seconds(system, dense, READS, 3, 10, tp=1) == 1000 / 0.5 + 60 / 0.25 + 7
     assert (experts.num_experts, experts.num_experts_per_tok) == (8, 2)
     chosen = 8 * (1 - (3 / 4) ** 3)
     assert decoding_seconds(SECOND, experts, READS, 3, 10, tp=1) == pytest.approx(
@@ -110,11 +109,8 @@ def test_samples_beyond_the_slots_take_turns():
     "parallel, tokens, rows",
     [
         ({"pp": 2, "schedule": "1F1B"}, 12, 3),
-        (
-            {"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"},
-            12,
-            3,
-        ),  # fewer than two rounds of its ranks
+        # fewer than two rounds of its ranks
+        ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 12, 3),
         ({"pp": 2, "vp": 2, "schedule": "Interleaved1F1B"}, 28, 6),  # a multiple of its ranks
         ({"pp": 4, "schedule": "1F1B"}, 12, 4),
     ],
@@ -273,10 +269,8 @@ def test_a_step_is_the_sum_of_its_phases_unless_ranks_sample_beside_it(
 ):
     """Of an optimizer step of 99 s a forward pass is a third."""
     config = policy(**changes)
-    for system in (
-        SECOND,
-        replace(SECOND, memory=1e12),
-    ):  # on which sampling takes longer, and less
+    # on which sampling takes longer, and less
+    for system in (SECOND, replace(SECOND, memory=1e12)):
         found = phase_seconds(config, system, Simulation({}, {}, 1, 1, step=99.0), stack)
         assert found["training_s"] == updates * 99 and found["logprobs_s"] == pytest.approx(
             passes * updates * 33
@@ -288,9 +282,8 @@ def test_a_step_is_the_sum_of_its_phases_unless_ranks_sample_beside_it(
         )
         assert found["generation_s"] == generation_seconds(config, system, stack)
         assert found["refit_s"] == refit_seconds(config, system, stack) > 0
-    assert (
-        training_config(config).batch.global_ == 8
-    )  # a row for each rank, of which an update fills 1.25 or 2.5
+    # a row for each rank, of which an update fills 1.25 or 2.5
+    assert training_config(config).batch.global_ == 8
 
 
 def test_responses_are_decoded_by_as_many_samplers_as_there_are():
@@ -341,10 +334,8 @@ def test_a_refit_sends_weights_in_bf16_over_the_slowest_link():
         refit_seconds(policy(parallel={"dp_shard": 16}), SECOND, None)
         == size / 2 / SECOND.network
     )
-    for changes, held in (
-        ({"precision": "bf16-pure"}, 8 + 2),
-        ({"lora": {}}, 0),
-    ):  # bytes of states and reference
+    # bytes of states and reference
+    for changes, held in (({"precision": "bf16-pure"}, 8 + 2), ({"lora": {}}, 0)):
         offload = policy(grpo={"offload": True, "kl": 0.1}, **changes)
         moved = 2 * held * size / 2 / 8 / SECOND.host_link
         assert refit_seconds(offload, replace(SECOND, nvlink=1e12), None) == pytest.approx(

@@ -133,9 +133,8 @@ def test_gradients_are_reduced_beside_compute(fused):
             collective("reduce_scatter_base", "shards", 8, reads=[1], writes=[2]),
             # adding to the shard's gradient: on FSDP's stream, for it made 3 too, and a number of 8 bytes is anybody's
             elementwise({2: 16, 3: 16, 4: 8}, {3: 16}),
-            Event(
-                "_to_copy", "memory", 0, [(3, 16)], [(5, 8)]
-            ),  # from the type in which they were added up
+            # from the type in which they were added up
+            Event("_to_copy", "memory", 0, [(3, 16)], [(5, 8)]),
             kernel(reads=[1], flops=5),
             elementwise({5: 16, 6: 16}, {5: 16}),
             kernel(flops=1),
@@ -209,9 +208,8 @@ def test_matrix_products(sizes, seconds):
     event = Event("mm", "gemm", 1, [], [], sizes)
     assert SECOND.kernel_seconds(event) == pytest.approx(seconds)
     assert SECOND.kernel_seconds(event._replace(element=1)) == pytest.approx(seconds / 2)
-    assert SECOND.kernel_seconds(event._replace(element=4)) == pytest.approx(
-        seconds * 16
-    )  # no tensor cores
+    # no tensor cores
+    assert SECOND.kernel_seconds(event._replace(element=4)) == pytest.approx(seconds * 16)
 
 
 @pytest.mark.parametrize(
@@ -335,11 +333,8 @@ def test_the_last_wave():
         ("allgather_base", range(8), 64 * 7 / 8 / 2),  # within a domain
         ("allreduce", range(8), 2 * 64 * 7 / 8 / 2),
         ("all_reduce", range(8), 2 * 64 * 7 / 8 / 2),
-        (
-            "reduce_scatter_base",
-            range(16),
-            64 * 15 / 16 / 2,
-        ),  # 8 adapters together are faster than NVLink
+        # 8 adapters together are faster than NVLink
+        ("reduce_scatter_base", range(16), 64 * 15 / 16 / 2),
         ("allgather_base", range(0, 16, 4), 64 * 3 / 4 / 1),  # two adapters per domain
         ("allgather_base", range(0, 64, 8), 64 * 7 / 8 / 0.5),  # one
         ("allgather_base", range(8, 16), 64 * 7 / 8 / 2),  # within another domain

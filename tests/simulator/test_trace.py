@@ -31,18 +31,10 @@ def meta(*shape: int) -> torch.Tensor:
         (aten.mm, [(3, 4), (4, 5)], (3, 5), (2 * 3 * 5 * 4, "gemm", (1, 3, 5, 4))),
         (aten.addmm, [(5,), (3, 4), (4, 5)], (3, 5), (2 * 3 * 5 * 4, "gemm", (1, 3, 5, 4))),
         (aten.bmm, [(2, 3, 4), (2, 4, 5)], (2, 3, 5), (2 * 2 * 3 * 5 * 4, "gemm", (2, 3, 5, 4))),
-        (
-            aten._grouped_mm,
-            [(9, 4), (2, 4, 5)],
-            (9, 5),
-            (2 * 9 * 5 * 4, "grouped", (2, 5, 5, 4)),
-        ),  # rows by expert
-        (
-            aten._grouped_mm,
-            [(4, 9), (9, 5)],
-            (2, 4, 5),
-            (2 * 4 * 5 * 9, "grouped", (2, 4, 5, 5)),
-        ),  # weights' gradient
+        # rows by expert
+        (aten._grouped_mm, [(9, 4), (2, 4, 5)], (9, 5), (2 * 9 * 5 * 4, "grouped", (2, 5, 5, 4))),
+        # weights' gradient
+        (aten._grouped_mm, [(4, 9), (9, 5)], (2, 4, 5), (2 * 4 * 5 * 9, "grouped", (2, 4, 5, 5))),
     ],
 )
 def test_products(op, operands, out, expected):
@@ -108,9 +100,8 @@ def test_bytes_that_a_kernel_moves():
     assert trace.events[-1] is add
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.* is deprecated"
-)  # from torch 2.13 on; 2.11 does not know the later names
+# from torch 2.13 on; 2.11 does not know the later names
+@pytest.mark.filterwarnings("ignore:.* is deprecated")
 def test_messages_are_as_large_as_what_is_gathered_or_not_yet_reduced():
     """Four ranks have a quarter each of 16 numbers; what is sent as it is, stays of the kind that it was."""
     whole, part = torch.zeros(16), torch.zeros(4)

@@ -267,17 +267,19 @@ LINES = [
     {"prompt": "1+1?", "chosen": "2", "rejected": [BAD]},
     {"question": "1+1?", "chosen": "2", "rejected": "3"},
     {"messages": [ASKED], "chosen": GOOD, "rejected": BAD},  # axolotl's
+    # LLaMA-Factory's
     {
         "conversations": [{"from": "human", "value": "1+1?"}],
         "chosen": {"from": "gpt", "value": "2"},
         "rejected": {"from": "gpt", "value": "3"},
-    },  # LLaMA-Factory's
+    },
+    # UltraFeedback's
     {
         "messages": [ASKED, GOOD],
         "prompt": "1+1?",
         "chosen": [ASKED, GOOD],
         "rejected": [ASKED, BAD],
-    },  # UltraFeedback's
+    },
 ]
 
 

@@ -18,9 +18,8 @@ from minitrain.training.flow import FlowMatching, Noised
 from minitrain.training.sigmas import check_diffusion, loss_weight, sigma_from_uniform
 from tests.helpers.training import logged
 
-EVEN = (
-    torch.arange(4000, dtype=torch.float64) + 0.5
-) / 4000  # a stand-in for uniform random numbers
+# a stand-in for uniform random numbers
+EVEN = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
 
 
 class Clips:
@@ -83,12 +82,8 @@ def test_shift_is_the_published_one(shift):
     assert sigmas.median().item() == pytest.approx(shift / (shift + 1), abs=1e-3)
 
 
-SLICES = [
-    (0.0, 0.4),
-    (0.2, 0.9),
-    (0.875, 1.0),
-    (0.5, 0.5001),
-]  # the third is that of Wan 2.2's high-noise network
+# the third is that of Wan 2.2's high-noise network
+SLICES = [(0.0, 0.4), (0.2, 0.9), (0.875, 1.0), (0.5, 0.5001)]
 
 
 @pytest.mark.parametrize("low, high", SLICES)

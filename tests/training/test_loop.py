@@ -61,9 +61,8 @@ def test_an_evaluation_reads_full_batches_a_step_at_a_time(batches, size):
     data.size, events = size, []
 
     def loss(*_):
-        events.append(
-            "loss and gradients" if torch.is_grad_enabled() else "loss"
-        )  # with these elements are dropped
+        # with these elements are dropped
+        events.append("loss and gradients" if torch.is_grad_enabled() else "loss")
         return torch.ones(())
 
     with (

@@ -97,9 +97,8 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
         p.grad = torch.randn_like(p)
     whole = torch.cat([p.grad.flatten().double() for p in parameters])
     assert clip_gradients(parameters, 1.0).item() == pytest.approx(whole.norm().item(), rel=1e-6)
-    assert clip_gradients(parameters, None).item() == pytest.approx(
-        1.0, rel=4e-3
-    )  # as all were scaled, and rounded
+    # as all were scaled, and rounded
+    assert clip_gradients(parameters, None).item() == pytest.approx(1.0, rel=4e-3)
 
 
 def test_clipping_without_gradients():
@@ -261,23 +260,22 @@ def test_stochastic_rounding_is_unbiased():
         [adamw.random_bits("w", torch.tensor(float(step)), places) for step in range(20)]
     )
     draws = adamw.round_stochastically(x.expand(bits.shape).contiguous(), bits).double()
-    below = (
-        (x.view(torch.int32) & -0x10000).view(torch.float32).double()
-    )  # the bf16 neighbour next to zero
+    # the bf16 neighbour next to zero
+    below = (x.view(torch.int32) & -0x10000).view(torch.float32).double()
     gap = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double() - below
     share = (x.double() - below) / gap
-    assert (
-        (draws - below).abs().isclose(gap.abs()) | (draws == below)
-    ).all()  # nothing but the two neighbours
+    # nothing but the two neighbours
+    assert ((draws - below).abs().isclose(gap.abs()) | (draws == below)).all()
     error = ((draws - below) / gap).mean(0) - share
     assert (error.abs() <= 5 * (share * (1 - share) / len(bits)).sqrt() + 1e-12).all()
 
 
 def test_what_rounding_must_not_touch():
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.5])
+    # CUDA's NaNs
     special = torch.cat(
         [special, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)]
-    )  # CUDA's NaNs
+    )
     rounded = adamw.round_stochastically(special, torch.full((6,), 0xFFFF, dtype=torch.int32))
     torch.testing.assert_close(rounded.float(), special, equal_nan=True, rtol=0, atol=0)
 
@@ -287,9 +285,8 @@ def test_random_bits_are_uniform_and_of_their_own_place():
     assert bits.min() >= 0 and bits.max() < 1 << 16
     counts = torch.bincount((bits >> 8).flatten(), minlength=256).double()
     expected = bits.numel() / 256
-    assert ((counts - expected) ** 2 / expected).sum() < 255 + 5 * (
-        2 * 255
-    ) ** 0.5  # chi-square, 255 degrees of freedom
+    # chi-square, 255 degrees of freedom
+    assert ((counts - expected) ** 2 / expected).sum() < 255 + 5 * (2 * 255) ** 0.5
     centred = (bits.double() - 32767.5) / (2**32 / 12) ** 0.5
     neighbours = (centred[1:] * centred[:-1]).mean(), (centred[:, 1:] * centred[:, :-1]).mean()
     assert all(abs(correlation) < 5 / bits.numel() ** 0.5 for correlation in neighbours)
@@ -440,9 +437,8 @@ def bytes_of_a_step(precision, states):
     batches = trainer.micro_batches(open_dataset(config)[0], 0)
     forward_backward(trainer.model, trainer.objective, batches, trainer.meshes, trainer.device)
     trainer.optimizer.step()
-    parameters = list(
-        trainer.model.state_dict().values()
-    )  # FSDP's shards again, not what it has gathered
+    # FSDP's shards again, not what it has gathered
+    parameters = list(trainer.model.state_dict().values())
     held = [list(trainer.model.parameters()), [p.grad for p in trainer.model.parameters()]]
     held.append(
         [

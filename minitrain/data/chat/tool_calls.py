@@ -41,7 +41,7 @@ MARKS = [
 ]
 MARKED = [re.compile(rf"{begin}(.*?)(?:{end}|\Z)", re.DOTALL) for begin, end in MARKS]
 # Llama's, with the token that may stand before it
-BARE = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*", re.DOTALL)
+BARE = re.compile(r"(?:<\|python_tag\|>\s*)?(\{.*\})", re.DOTALL)
 TAGGED = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 KEYED = re.compile(r"([\w.-]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
@@ -68,7 +68,7 @@ def find_calls(text: str, tools: list[dict] | None = None) -> list[ToolCall]:
     for marked in MARKED:
         if bodies := [match[1].strip() for match in marked.finditer(said)]:
             return [call for body in bodies for call in read_body(body, tools or [])]
-    bare = BARE.fullmatch(said)
+    bare = BARE.fullmatch(said.strip())
     calls = list(read_json(bare[1])) if bare else []
     # an answer may be JSON, too
     return [call for call in calls if call.name and call.arguments is not None]

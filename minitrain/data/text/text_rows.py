@@ -27,7 +27,15 @@ from torch import Tensor
 
 from minitrain.data.files import find_files, stamp_of
 from minitrain.data.held_out import hold_out, split_lone
-from minitrain.data.records import Skips, holds_records, read_records, read_texts, text_of
+from minitrain.data.records import (
+    JSON,
+    LINES,
+    Skips,
+    holds_records,
+    read_records,
+    read_texts,
+    text_of,
+)
 from minitrain.data.text.corpus import Corpus, join_files, keep_tokens, tokenize
 from minitrain.data.text.token_files import open_tokens
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer, tokenizer_file, with_companions
@@ -243,6 +251,14 @@ def _open_documents(
     else:
         train = in_rows(corpus, source)
         held = None
+    if data.kind == "text":
+        # by their names first, because a folder of texts may have many files
+        named = (file for file in files if file.name.endswith((*LINES, *JSON)))
+        records = next((file for file in named if holds_records(file, [data.field])), None)
+        if records:
+            train.notes.append(
+                f"{records} is learned with its braces and keys (data.kind=jsonl takes the key {data.field!r})"
+            )
     if tokenizer.eos_id is None:
         train.notes.append(
             f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"

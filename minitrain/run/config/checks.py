@@ -103,6 +103,10 @@ def _value_faults(c: Config) -> Faults:
         f"optim.clip={o.clip} must be above 0, or null for none",
     )
     yield (
+        o.ema == 1,
+        "optim.ema=1 would never change the averages (use a number below 1, such as 0.999)",
+    )
+    yield (
         not 0 <= o.final_lr <= 1,
         f"optim.final_lr={o.final_lr} must be between 0 and 1, a share of optim.lr",
     )
@@ -304,7 +308,7 @@ def _held_out_faults(c: Config) -> Faults:
     chats = c.task in CHATS and d.kind == "jsonl"
     yield (
         exact and not (chats and held),
-        f"validation.exact_match={exact} needs chats that are held out: task=sft or lora, data.kind=jsonl and "
+        f"validation.exact_match={exact} needs chats that are held out: task=sft, lora or dpo, data.kind=jsonl and "
         f"data.validation above 0, or data.validation_path",
     )
 

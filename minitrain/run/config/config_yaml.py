@@ -127,7 +127,9 @@ def as_words(tree: dict, before: str = "") -> list[str]:
             words += as_words(value, f"{before}{key}.")
         else:
             text = (
-                value if isinstance(value, str | os.PathLike) else json.dumps(value, default=str)
+                value
+                if isinstance(value, str | os.PathLike)
+                else json.dumps(value, default=str, ensure_ascii=False)
             )
             words.append(f"{before}{key}={text}")
     return words
@@ -166,6 +168,11 @@ def _read_word(value: str, kind: Any, where: str) -> Any:
     lists = [each for each in kinds if typing.get_origin(each) in (list, tuple)]
     bracketed = value.startswith("[") and value.endswith("]")
     if lists and typing.get_args(lists[0])[0] is str and (bracketed or str not in kinds):
+        # JSON, which escapes quotes, or plain items
+        with suppress(ValueError):
+            texts = json.loads(value) if bracketed else None
+            if texts and all(isinstance(text, str) for text in texts):
+                return texts
         items = ITEM.finditer(value[1:-1] if bracketed else value)
         return [text for item in items if (text := next(filter(None, item.groups()), ""))]
     if str in kinds:

@@ -2,11 +2,13 @@
 
 A signal raises `Stopped` wherever the command is, so that `finally` clauses remove incomplete files.
 The process then ends without Python's teardown, which would wait minutes for the compiler's threads,
-and after PATIENCE seconds at the latest. While a run trains, watch.py installs other handlers.
+and after PATIENCE seconds at the latest, even if the main thread waits in C++ for other ranks, where
+Python runs no handler. While a run trains, watch.py installs other handlers.
 """
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,19 +42,34 @@ class Stopped(KeyboardInterrupt):
 _is_command = False
 
 
-def stop(number: int, frame: FrameType | None = None, line: str = "") -> None:
-    """Raise Stopped, and end a command's process if it is still alive after PATIENCE: a handler."""
-    stopped = Stopped(number, line)
+def stop(number: int, frame: FrameType | None = None) -> None:
+    """Raise Stopped: a handler."""
+    raise Stopped(number)
+
+
+def end_late(stopped: Stopped) -> None:
+    """End a command's process after PATIENCE seconds, with one line for all ranks of this machine."""
+    if not _is_command:
+        return
 
     def end() -> None:
-        os.write(2, f"{stopped}\n".encode())
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, f"{stopped}\n".encode())
         os._exit(stopped.code)
 
-    if _is_command:
-        timer = threading.Timer(PATIENCE, end)
-        timer.daemon = True
-        timer.start()
-    raise stopped
+    timer = threading.Timer(PATIENCE, end)
+    timer.daemon = True
+    timer.start()
+
+
+def listen(signals: socket.socket) -> None:
+    """End the process late after a signal whose handler is `stop`; this is a thread's loop.
+
+    signals: receives the number of each signal as a byte, from Python's handler in C.
+    """
+    while number := signals.recv(1):
+        if signal.getsignal(number[0]) is stop:
+            end_late(Stopped(number[0]))
 
 
 @contextmanager
@@ -60,15 +77,21 @@ def stopped_by_signals() -> Iterator[None]:
     """Make signals that ask a command to stop raise Stopped, except those that nohup ignores."""
     global _is_command
     _is_command = True
+    signals, numbers = socket.socketpair()
+    numbers.setblocking(False)
+    threading.Thread(target=listen, args=(signals,), daemon=True).start()
     before = {
         number: signal.signal(number, stop)
         for number in STOPS
         if signal.getsignal(number) != signal.SIG_IGN
     }
+    previous = signal.set_wakeup_fd(numbers.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
         _is_command = False
+        signal.set_wakeup_fd(previous)
+        numbers.close()
         for number, handler in before.items():
             signal.signal(number, handler)
 

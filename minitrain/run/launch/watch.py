@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from minitrain.parallel.agreement import broadcast, broadcast_flag
 from minitrain.run.config.environment import tell_torchrun
-from minitrain.run.launch.interrupts import STOPS, Stopped, above, compiles, stop
+from minitrain.run.launch.interrupts import STOPS, Stopped, above, compiles, end_late
 from minitrain.run.launch.rendezvous import default_store
 
 # probe after 10 idle seconds, then every 5 seconds, at most 3 times
@@ -53,9 +53,12 @@ _signals: list[int] = []
 # --- signals
 
 
-def while_compiling(number: int, step: str) -> str:
-    """Return the line for a signal that ends a run while it compiles a step."""
-    return f"{signal.Signals(number).name}: ended while torch.compile was at work on the {step}"
+def stopped_compiling(number: int, step: str) -> Stopped:
+    """Return the exception for a signal that ends a run while it compiles a step."""
+    name = signal.Signals(number).name
+    stopped = Stopped(number, f"{name}: ended while torch.compile was at work on the {step}")
+    end_late(stopped)
+    return stopped
 
 
 @contextmanager
@@ -77,7 +80,7 @@ def until_signal() -> Iterator[Callable[[], str]]:
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         if not step_done and compiles(above(frame)):
-            stop(number, line=while_compiling(number, "first step"))
+            raise stopped_compiling(number, "first step")
         if number == signal.SIGINT and not interrupted:
             interrupted = time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -113,7 +116,7 @@ def until_signal() -> Iterator[Callable[[], str]]:
     except Exception as error:
         # Ctrl-C also interrupts the compiler's subprocesses, which makes compilation fail
         if _signals and compiles(frame for frame, _ in traceback.walk_tb(error.__traceback__)):
-            raise Stopped(_signals[0], while_compiling(_signals[0], "step")) from error
+            raise stopped_compiling(_signals[0], "step") from error
         raise
     finally:
         for number, handler in before.items():

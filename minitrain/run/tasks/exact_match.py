@@ -11,14 +11,9 @@ from minitrain.rollout.sampling import SamplingParams
 def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) -> float:
     """Return the share of (prompt, reply) pairs whose reply is exactly what greedy decoding generates.
 
-    Pairs that exceed the model's positions, as a chat that fills a row may, are left out. NaN if none
-    remains.
+    Of pairs that `within_positions` leaves out, nothing is known. NaN if none remains.
     """
-    questions = [
-        pair
-        for pair in questions
-        if len(pair[0]) + len(pair[1]) <= model.config.max_position_embeddings
-    ]
+    questions = within_positions(model, questions)
     if not questions:
         return math.nan
     params = [
@@ -31,3 +26,11 @@ def exact_match(model: Decoder, questions: list[tuple[list[int], list[int]]]) ->
     return fmean(
         answer.tokens == reply for answer, (_, reply) in zip(answers, questions, strict=True)
     )
+
+
+def within_positions(
+    model: Decoder, questions: list[tuple[list[int], list[int]]]
+) -> list[tuple[list[int], list[int]]]:
+    """Return the pairs that do not exceed the model's positions, as a chat that fills a row may."""
+    most = model.config.max_position_embeddings
+    return [pair for pair in questions if len(pair[0]) + len(pair[1]) <= most]
