@@ -27,7 +27,10 @@ with suppress(ModuleNotFoundError):  # the gpu tests, and most others, do withou
 
 
 def pytest_make_parametrize_id(val, argname):
-    """A test is named by no bytes: those of an archive hold the time at which it was made."""
+    """Name a bytes parameter by its argument.
+
+    The bytes of an archive hold a time, and all processes of xdist need the same ids.
+    """
     return argname if isinstance(val, bytes) else None
 
 

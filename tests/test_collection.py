@@ -49,10 +49,13 @@ def test_a_test_reaches_what_it_imports(test, file):
 
 
 def test_of_runs_the_tests_that_import_a_file():
-    said = collect("--of", "tests/helpers/imports.py", "--of", "tests/test_path.py")
+    said = collect("--of", "tests/helpers/imports.py", "--of", "tests/test_pool.py")
     assert {name.partition("::")[0] for name in said.split("\n\n")[0].split("\n")} == {
         "tests/test_collection.py",
-        "tests/test_path.py",
+        "tests/test_house.py",
+        "tests/test_pictures.py",
+        "tests/test_pool.py",
+        "tests/test_readme.py",
     }
 
 

@@ -1,11 +1,18 @@
-"""How much of the package a step runs, and so how much a reader must open to follow one."""
+"""How much of the package a step runs, and so how much a reader must open to follow one.
+
+These are the project's own sizes, and no fork's. What needs more says why in its commit.
+"""
+
+import pytest
 
 from tests.helpers.path import PACKAGE, decoding_step, lines_on_path, train_command, training_step
 
-# several tokens of a row, which drafts are, cost 8 of them
+pytestmark = pytest.mark.budget
+
 DECODING_FUNCTIONS = 60
 TRAINING_FILES = 10
-TRAINING_LINES = 0.34  # share on the path
+# share on the path
+TRAINING_LINES = 0.34
 # of `minitrain train`, which a plain run should not need more of for features that are off
 COMMAND_FILES = 73
 COMMAND_LINES = 4_750

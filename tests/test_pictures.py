@@ -18,7 +18,7 @@ from minitrain.run.monitor import svg
 from minitrain.run.monitor.draw_curves import curves as curves_of
 from minitrain.run.monitor.draw_curves import smooth
 from tests.helpers.commands import ROOT
-from tests.test_house import ROOMS, TREES, imported
+from tests.helpers.house import ROOMS, TREES, imported
 
 PICTURES = ROOT / "results" / "pictures"
 RESULTS = sorted((ROOT / "results" / "simulated").glob("*.jsonl"))

@@ -17,8 +17,8 @@ from minitrain.bench.tables import markdown
 from minitrain.models.zoo import WAN, ZOO
 from minitrain.run.config.load import load
 from tests.helpers.commands import ROOT, command
+from tests.helpers.house import ROOMS
 from tests.helpers.recipes import SHORT_ANSWER, STAND_INS
-from tests.test_house import ROOMS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WRITTEN = [  # by hand; results/simulated/README.md is generated
@@ -54,6 +54,7 @@ def simulated():
     return merge_results([result for file in files for result in read_results(str(file))], "")
 
 
+@pytest.mark.budget
 def test_readme_is_short():
     assert len(README.encode()) <= 15_000
 
@@ -218,6 +219,7 @@ def test_python_snippets_use_what_there_is(tmp_path, monkeypatch):
     assert (tmp_path / "copy" / "model.safetensors").exists()
 
 
+@pytest.mark.budget
 def test_hours_of_reading_follow_from_the_files():
     table = README[README.index("## Reading order") : README.index("## The house")]
     files = re.findall(r"\]\((minitrain/[\w/]+\.py)\)", table)

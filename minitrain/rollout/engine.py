@@ -71,8 +71,10 @@ class Sampler(Texts):
     draft: a smaller model of the same vocabulary, which guesses tokens (drafting.py). With
         rollout.draft=mtp the model does it itself.
     After the weights have changed, call `refresh`. Do not sample while the model trains.
-    version: of the weights, as who changes them counts; samples keep it for each token.
     """
+
+    # of the weights, as who changes them counts; samples keep it for each token
+    version = 0
 
     def __init__(
         self,
@@ -89,7 +91,6 @@ class Sampler(Texts):
             )
         self.model = model
         self.tokenizer = tokenizer
-        self.version = 0
         self.settings = settings or Rollout()
         # the most samples in a batch
         self.slots = min(samples or self.settings.slots, self.settings.slots)

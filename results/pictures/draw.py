@@ -18,7 +18,7 @@ from minitrain.bench.report_html import LANE, draw_lanes, timeline_actions
 from minitrain.errors import InputError, refused
 from minitrain.run.launch import cli
 from minitrain.run.monitor import svg
-from tests.test_house import ROOT, TREES, imported, reachable, room
+from tests.helpers.house import ROOT, TREES, imported, reachable, room
 
 TASKS = {  # colors by what a row trains
     "pretraining": svg.COLORS[0],

@@ -30,6 +30,7 @@ from minitrain.commands import bench as commands
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
 from minitrain.run.config.load import from_dict, load
+from minitrain.run.launch.interrupts import Stopped
 from minitrain.run.monitor.flops import clean, count_work, flops_per_token, nemo_pretrain
 from tests.helpers.commands import ROOT, command, torchrun
 
@@ -879,16 +880,12 @@ def test_a_sweep_that_is_stopped_shows_what_it_has_found(monkeypatch, capsys):
         assert capsys.readouterr().out == "tp=1: 5 tokens/s/GPU\n"
         yield {"settings": "tp=3", "error": "does not divide"}
         assert capsys.readouterr().out == "tp=3: does not divide\n"
-        signal.raise_signal(signal.SIGTERM)
+        raise Stopped(signal.SIGTERM)
 
     monkeypatch.setattr("minitrain.simulator.sweep.sweep", stopped)
     monkeypatch.setattr("sys.argv", ["bench.py", "--simulate", "--sweep", "tp=1,3,4"])
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            runpy.run_path(ROOT / "bench.py")["main"](["--simulate", "--sweep", "tp=1,3,4"])
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(Stopped):
+        runpy.run_path(ROOT / "bench.py")["main"](["--simulate", "--sweep", "tp=1,3,4"])
     shown = capsys.readouterr().out
     assert "tp=1" in shown and "tp=3: does not divide" in shown
 

@@ -2,7 +2,6 @@
 
 # ruff: noqa: RUF001 (DeepSeek's tokens)
 
-import datetime
 import json
 import re
 from functools import partial
@@ -13,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import transformers.utils.chat_template_utils
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -23,7 +21,6 @@ from minitrain import Sampler, generate, merge, save_pretrained
 from minitrain.__main__ import dispatch
 from minitrain.commands import generate_text
 from minitrain.data.chat.chat_templates import (
-    DATE,
     PLAIN,
     TEMPLATES,
     Message,
@@ -47,9 +44,11 @@ from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.run.tasks import train_model
 from minitrain.settings import Data
-from tests.helpers.chats import save_with_adapter, tokenizer_with
+from tests.helpers.chats import published, save_with_adapter, specials_in, tokenizer_with
 from tests.helpers.commands import command
 from tests.helpers.grpo import TREE
+
+pytestmark = pytest.mark.usefixtures("same_date")
 
 LLAMA3 = TEMPLATES["llama3"]
 CHATML = TEMPLATES["chatml"]
@@ -101,29 +100,11 @@ MIXTRAL = (  # mistralai/Mixtral-8x7B-Instruct-v0.1, without its check of the ro
 )
 
 
-def published(name: str) -> str:
-    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
-    if not file.exists():
-        pytest.skip(f"this version of TRL has no {file.name}")
-    return file.read_text()
-
-
-def specials_in(jinja: str) -> list[str]:
-    named = r"<[|｜][^|｜>\s']+[|｜]>|</?(?:think|start_of_turn|end_of_turn)>"
-    return ["<s>", "</s>", *sorted(set(re.findall(named, jinja)))]
-
-
 @pytest.fixture(scope="module", params=PUBLISHED)
 def tokenizers(request, tmp_path_factory):
     jinja = published(request.param)
     ours, theirs = tokenizer_with(tmp_path_factory.mktemp("tokenizer"), jinja, specials_in(jinja))
     return request.param, ours, theirs
-
-
-@pytest.fixture(autouse=True)
-def same_date(monkeypatch):
-    today = type("Today", (datetime.datetime,), {"now": staticmethod(lambda: DATE)})
-    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", today)
 
 
 def dicts(chat: list[Message]) -> list[dict[str, str]]:

@@ -20,8 +20,9 @@ from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.data.chat.tool_calls import find_calls
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from tests.data.test_chat_templates import published, same_date, specials_in  # noqa: F401
-from tests.helpers.chats import tokenizer_with
+from tests.helpers.chats import published, specials_in, tokenizer_with
+
+pytestmark = pytest.mark.usefixtures("same_date")
 
 TOOLS = [
     {

@@ -10,8 +10,7 @@ from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.examples.calculator import Calculator, calculate
 from minitrain.examples.guessing import Guessing, OneToThree
 from minitrain.grpo.environments import Reply
-from tests.data.test_chat_templates import published, specials_in
-from tests.helpers.chats import tokenizer_with
+from tests.helpers.chats import published, specials_in, tokenizer_with
 
 
 def test_expressions_are_exact():

@@ -1,9 +1,14 @@
-"""Write tokenizers with chat templates, and models with adapters."""
+"""Write tokenizers with chat templates, and models with adapters; find published templates."""
+
+# ruff: noqa: RUF001 (DeepSeek's tokens)
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 import torch
+import trl
 from transformers import AutoTokenizer
 
 from minitrain import save_pretrained
@@ -46,3 +51,17 @@ def save_with_adapter(folder: Path, **fields) -> list[str]:
     )
     save_adapter(zeros, model.config, lora, folder / "adapter")
     return ["--model", str(folder / "model"), "--adapter", str(folder / "adapter")]
+
+
+def published(name: str) -> str:
+    """Return a family's chat template, as TRL has it."""
+    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    if not file.exists():
+        pytest.skip(f"this version of TRL has no {file.name}")
+    return file.read_text()
+
+
+def specials_in(jinja: str) -> list[str]:
+    """Return the special tokens that a template names."""
+    named = r"<[|｜][^|｜>\s']+[|｜]>|</?(?:think|start_of_turn|end_of_turn)>"
+    return ["<s>", "</s>", *sorted(set(re.findall(named, jinja)))]

@@ -49,26 +49,37 @@ def imported(file: Path) -> set[Path]:
 
     For a public name, as in `from minitrain import Sampler`, this is the file that defines it.
     """
-    paths = {Path(*public_names().get(name, name).split(".")) for name in names_in(file)}
+    paths = {Path(*public_names().get(name, name).split(".")) for name in names_in(parsed(file))}
     files = {
         ROOT / file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py")
     }
     return {file for file in files if file.is_file()}
 
 
-def names_in(file: Path) -> set[str]:
-    """Return the dotted names that `file` imports: modules, and names in them."""
+def names_in(tree: ast.AST, everywhere: bool = True, types: bool = True) -> set[str]:
+    """Return the dotted names that a file imports: modules, and names in them.
+
+    everywhere: inside functions too, not only at its top. types: those for type checkers alone, too.
+    """
+    nodes = list(ast.walk(tree)) if everywhere else tree.body
+    checked = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    skipped = set() if types else {id(inner) for branch in checked for inner in ast.walk(branch)}
     names = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and id(node) not in skipped:
+            assert not node.level, "relative imports are not followed here"
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
+        elif isinstance(node, ast.Import) and id(node) not in skipped:
             names |= {alias.name for alias in node.names}
     return names
+
+
+def parsed(file: Path) -> ast.AST:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 @cache
 def public_names() -> dict[str, str]:
     """Return the module behind each name that the package's `__init__` imports."""
-    names = names_in(ROOT / "minitrain" / "__init__.py")
+    names = names_in(parsed(ROOT / "minitrain" / "__init__.py"))
     return {f"minitrain.{name.rpartition('.')[2]}": name.rpartition(".")[0] for name in names}
