@@ -331,8 +331,7 @@ class Sampler(Texts):
     def refresh(self, keep: bool = False) -> None:
         """Drop all that was computed with earlier weights. Needs an idle sampler.
 
-        keep: it need not be idle. Samples go on with the keys and values of the weights with which
-        these were computed, which later prompts do not find.
+        keep: of a busy one. Samples go on with what they have, which later prompts do not find.
         """
         self.weights.refresh()
         if not keep:
