@@ -437,8 +437,8 @@ class Config:
     rollout: Rollout = setting(default_factory=Rollout)
     grpo: GRPO = setting(default_factory=GRPO)
     dpo: DPO = setting(default_factory=DPO)
-    # weight of the loss of multi-token prediction, of models that have it (training/mtp_loss.py); 0: its
-    # layers stay as they are
+    # weight of the loss of multi-token prediction, of models that have it (training/mtp_loss.py);
+    # 0: its layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
     compile: bool = False  # compile the model with torch.compile, block by block
     # which activations are recomputed; n: those of every n-th block (see parallel/recompute.py)

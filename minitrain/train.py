@@ -1,5 +1,6 @@
 """Train a model: python -m minitrain.train --help, in Python minitrain.train(FILE, steps=10).
 
+So `minitrain.train` is this module and a function: importing it would hide a function of its name.
 See commands/train.py.
 """
 
@@ -10,14 +11,14 @@ from minitrain.commands.train import main, train
 from minitrain.run.launch import cli
 
 
-class Callable(ModuleType):
+class CallableModule(ModuleType):
     """A module that trains when it is called, as well as when it is run."""
 
     __call__ = staticmethod(train)
 
 
 # what Python's reference offers for attributes of modules
-sys.modules[__name__].__class__ = Callable
+sys.modules[__name__].__class__ = CallableModule
 
 if __name__ == "__main__":
     cli.run(main)

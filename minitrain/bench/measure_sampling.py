@@ -127,8 +127,13 @@ def make_prompts(config: Config, length: int, step: int) -> torch.Tensor:
 def submitted(sampler: Sampler, config: Config, prompts: torch.Tensor) -> Iterator[list[Sample]]:
     """Submit all prompts and yield their samples; cancel unfinished ones at the end."""
     rollout = config.rollout
-    count = dict(max_tokens=rollout.max_tokens, n=config.grpo.group, ignore_eos=True)
-    params = SamplingParams(rollout.temperature, seed=config.seed, **count)
+    params = SamplingParams(
+        rollout.temperature,
+        seed=config.seed,
+        max_tokens=rollout.max_tokens,
+        n=config.grpo.group,
+        ignore_eos=True,
+    )
     samples = []
     for number, prompt in enumerate(prompts.tolist()):
         samples += sampler.submit(prompt, params, number)

@@ -192,9 +192,8 @@ def spread(result: dict) -> str:
     """Return the difference between the slowest and the fastest step, as a share of the median."""
     if "step_time_max_s" not in result:
         return ""
-    return (
-        f"{(result['step_time_max_s'] - result['step_time_min_s']) / result['step_time_s']:.0%}"
-    )
+    width = result["step_time_max_s"] - result["step_time_min_s"]
+    return f"{width / result['step_time_s']:.0%}"
 
 
 def comparison(result: dict) -> str:

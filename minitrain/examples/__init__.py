@@ -1,3 +1,4 @@
-"""All of training on one screen (train_loop.py), and toy worlds: sums as dialogues, digits to
-reverse, shapes that move.
+"""All of training on one screen (train_loop.py); toy worlds: sums as dialogues (arithmetic), digits
+to reverse (reversal), shapes that move (shapes); environments for GRPO (calculator, guessing); a
+logger (wandb_log).
 """

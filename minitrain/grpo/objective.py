@@ -185,7 +185,7 @@ class PolicyGradient:
     further: the loss of multi-token prediction, if that is trained along, on the responses.
     """
 
-    # config_checks.py refuses cp with terms of whole sequences
+    # run/config/checks.py refuses cp with terms of whole sequences
     layouts = ("cp", "pp")
 
     def __init__(

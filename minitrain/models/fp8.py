@@ -176,7 +176,7 @@ class Fp8Linear(nn.Linear):
     def together(linears: "list[Fp8Linear]", x: Tensor) -> list[Tensor] | None:
         """Return the outputs [..., out] for x [..., in], rounded and transposed once for all.
 
-        None if they are not all in FP8, or some have adapters: see `project` in variants.py.
+        None if they are not all in FP8, or some have adapters: see `project` in layers.py.
         """
         if all(type(linear) is Fp8Linear for linear in linears):
             return fp8_linears(linears, x)

@@ -207,7 +207,7 @@ class LoraLinear(nn.Linear):
     def together(self, linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor] | None:
         """Return the outputs [..., out] for x [..., in], which is read once for all adapters.
 
-        None if each Linear applies its own dropout to x, or none. See `project` in variants.py.
+        None if each Linear applies its own dropout to x, or none. See `project` in layers.py.
         """
         one_by_one = dropout_active(self.lora, "pre") or not self.is_adapted
         return None if one_by_one else adapted_linears(linears, x)

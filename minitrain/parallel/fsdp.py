@@ -141,9 +141,9 @@ def sum_gradients(model: Module, mesh: DeviceMesh, for_experts: DeviceMesh | Non
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh (dp_replicate, dp_shard) if there are replicas (HSDP), else (dp_shard,)."""
-    return (
-        mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
-    )
+    if mesh["dp_replicate"].size() == 1:
+        return mesh["dp_shard"]
+    return mesh["dp_replicate", "dp_shard"]
 
 
 @cache
@@ -204,10 +204,10 @@ def widest_dimension(parameter: Parameter, ranks: int) -> Shard:
 def unreduced_gradients(model: Module) -> Iterator[Tensor | None]:
     """Yield gradients [...] that FSDP keeps, not reduced yet or not over replicas; None for others."""
     for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
         # no public name says what it keeps
-        group = (
-            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        )
+        group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:
             yield group._partial_reduce_output
             yield from (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)

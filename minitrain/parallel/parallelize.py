@@ -96,9 +96,9 @@ def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
     several = meshes.parameters.size() * meshes.tp.size() > 1
     if several or compute_dtype or config.precision == "fp8":
         parallel = config.parallel
-        frees = (
-            several if parallel.reshard_after_forward is None else parallel.reshard_after_forward
-        )
+        frees = parallel.reshard_after_forward
+        if frees is None:
+            frees = several
         shard(
             model,
             model.blocks,

@@ -1,8 +1,7 @@
 """The caches of earlier tokens: paged keys and values or latents, or a state per sample.
 
-A module calls its layer's cache in place of attention with a mask. The sampler calls `Caches.begin`
-before each forward pass; from its step the layers' caches read which token belongs to which
-sequence.
+A module calls its layer's cache in place of attention with a mask. Before each forward pass the
+sampler sets `Caches.step`, from which the layers' caches read which token belongs to which sequence.
 
     PagedKVCache   attention of any kind: `attend` writes the new keys and values to the pool and
                    attends to all keys of the sequence. For latent attention the pool holds latents,

@@ -2,8 +2,8 @@
 
 A token is drawn by the Gumbel-max trick: argmax(logits / temperature + g) is a sample of
 softmax(logits / temperature) if the g are independent -log(-log(u)). Here u is a hash of (seed,
-request, position, vocabulary id), not the state of a generator. So a request draws the same tokens
-alone or in a batch, preempted or not, in any order. With a vocabulary split over ranks, each rank
+request, sample, position, vocabulary id), not the state of a generator. So a request draws the same
+tokens alone or in a batch, preempted or not, in any order. With a vocabulary split over ranks, each rank
 makes the noise of its own shard, and ranks exchange only their best candidates and a sum.
 """
 

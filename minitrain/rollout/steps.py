@@ -106,10 +106,9 @@ class DecodingStep:
 
     The tensors are buffers whose addresses stay fixed, so that CUDA graphs can be replayed.
     positions: int64 [rows x width], each token's index in its sequence; a row's are consecutive.
-    block_table: int64 [rows, width], each sample's pages in order; beyond them, the null page.
+    block_table: int64 [rows, columns], each sample's pages in order; beyond them, the null page.
     slots: int64 [rows], where each sample's Mamba states are.
     pool_pages: the number of pages of the whole pool.
-
     rows: on the CPU, what there is to know of row buffers.
     """
 

@@ -39,6 +39,7 @@ from minitrain.models.quantize import is_placeholder
 from minitrain.parallel import recompute, shards
 from minitrain.parallel.mesh import Meshes
 from minitrain.run.launch.start import meshes_of
+from minitrain.run.monitor.flops import unseen_keys
 from minitrain.settings import Config
 from minitrain.simulator.marks import mark_blocks, marked_passes, marked_schedule, parts
 from minitrain.simulator.operators import ATTENTION_WORK, attention_work
@@ -177,8 +178,7 @@ def counting_mask(
     seen = length if document_ids is None else length * visible
     pairs = length * seen / (2 if causal else 1)
     if window is not None:
-        # the same formula as Work.keys in run/monitor/flops.py
-        pairs -= length * max(seen - window, 0) ** 2 / seen / 2
+        pairs -= length * unseen_keys(seen, window) / 2
     if q_positions is not None:
         return Mask(causal, pairs * len(q_positions) / length)
     return Mask(causal, pairs, (0,) if causal and document_ids is None and not window else None)

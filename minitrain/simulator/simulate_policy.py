@@ -267,12 +267,8 @@ def refit_seconds(config: Config, system: System, stack: Stack | None) -> float:
     gpus = stated_ranks(config)
     count = sum(p.numel() for _, p in parameters)
     if stack is None:
-        weights = (
-            2
-            * count
-            / config.rollout.tp
-            / (system.nvlink if gpus <= system.domain else system.network)
-        )
+        bandwidth = system.nvlink if gpus <= system.domain else system.network
+        weights = 2 * count / config.rollout.tp / bandwidth
         return weights + offload_seconds(config, system, parameters) / gpus
     gathering = 2 * count / stack.gather
     if config.grpo.generation_ranks:

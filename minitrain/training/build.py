@@ -84,12 +84,16 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         add_adapters(model, config.lora)
     if config.precision == "fp8":
         p = config.parallel
-        # per tensor only where a rank has one expert
-        one = 1 < p.ep == getattr(config.model.config, "num_experts", 0)
-        experts = config.fp8.experts and (one or config.fp8.form != "tensor")
-        experts_tp = 1 if p.ep > 1 else p.tp
-        fast = config.fp8.fast_accumulation
-        to_fp8(model.blocks, fast, p.tp, experts, config.fp8.form, experts_tp)
+        # a scale per tensor only where each rank has one expert
+        one_each = p.ep > 1 and p.ep == getattr(config.model.config, "num_experts", 0)
+        to_fp8(
+            model.blocks,
+            config.fp8.fast_accumulation,
+            tp=p.tp,
+            experts=config.fp8.experts and (one_each or config.fp8.form != "tensor"),
+            form=config.fp8.form,
+            experts_tp=1 if p.ep > 1 else p.tp,
+        )
     if getattr(model, "further_layers", ()) and not trains_further(config):
         for layer in model.further_layers:
             layer.requires_grad_(False)

@@ -16,8 +16,9 @@ The reference is the weights that training starts from. They give each reply one
 changes: it is computed once, before the first step, and kept with the data. So there is no second
 model in memory. A run that resumes computes the numbers anew.
 
-This file is the pattern for your own objective: three methods (see objectives.py),
-`layouts`, and `prepare`. Its rows are made in data/chat/preferences.py. Left out: cp, where no rank sees whole replies.
+This file is the pattern for your own objective: `count` and `loss`, `sums` and `metrics` for the
+log, `prepare` for the reference, and `layouts` (see objectives.py). Its rows are made in
+data/chat/preferences.py. Left out: cp, where no rank sees whole replies.
 """
 
 import math

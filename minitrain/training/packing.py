@@ -21,7 +21,12 @@ ENDLESS = 1 << 40
 
 
 class Dataset(Protocol):
-    """Rows by number, the same whenever they are read: see data/README.md."""
+    """Rows by number, the same whenever they are read.
+
+    May have: about, a line on the data; origin(number), the files and places that a row is from;
+    bytes_per_token, of text; asks, what a chat's replies follow; questions(count), pairs of prompt
+    and reply.
+    """
 
     def __len__(self) -> int:
         """Return the number of rows in an epoch."""

@@ -5,6 +5,9 @@
     sft.py               the dataset for fine-tuning
     preferences.py       pairs of replies, for DPO
     problems.py          prompts with answers, for GRPO
+    dialogs.py           a sample's chat with its environment, in tokens
+    tool_calls.py        calls of tools in a reply's text
+    chat_tokenizer.py    what minitrain.load_tokenizer returns
 
 Rewards are not here: they are in grpo/.
 """

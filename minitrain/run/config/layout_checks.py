@@ -191,8 +191,8 @@ def alternatives(values: list) -> str:
 
 def division_faults(name: str, ranks: int, sizes: dict[str, int]) -> Faults:
     """Check that a number of ranks divides all of `sizes`. name: the setting with that number."""
+    possible = divisors(math.gcd(*sizes.values()))
     for of, size in sizes.items():
-        possible = divisors(math.gcd(*sizes.values()))
         yield (
             size % ranks,
             f"{name}={ranks} does not divide {of}={size} (use {alternatives(possible)})",
@@ -231,13 +231,13 @@ def _layout_faults(config: Config, world_size: int) -> Faults:
     if p.ep > 1:
         yield from expert_layout_faults(config, world_size // (p.dp_replicate * p.pp))
     data_ranks = world_size // (p.tp * p.cp * p.pp)
-    if b.global_ % (b.micro * data_ranks):
-        fitting = [n for n in range(1, b.micro) if b.global_ % (n * data_ranks) == 0]
-        smaller = f"batch.micro={fitting[-1]}, or " if fitting else ""
-        raise InputError(
-            f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
-            f"(use {smaller}a multiple of {b.micro * data_ranks})"
-        )
+    fitting = [n for n in range(1, b.micro) if b.global_ % (n * data_ranks) == 0]
+    smaller = f"batch.micro={fitting[-1]}, or " if fitting else ""
+    yield (
+        b.global_ % (b.micro * data_ranks),
+        f"batch.global={b.global_} is not a multiple of batch.micro={b.micro} x {data_ranks} data-parallel ranks "
+        f"(use {smaller}a multiple of {b.micro * data_ranks})",
+    )
     if p.pp == 1:
         return
     count = b.global_ // (b.micro * data_ranks)

@@ -130,12 +130,13 @@ def unread(config: Config, also_read: Collection[str] = ()) -> Iterator[str]:
 
 def given(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of each setting that differs from its default."""
+    defaults = Config()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in ("model", "reference"):
             continue
         if not dataclasses.is_dataclass(value):
-            if value != getattr(Config(), field.name):
+            if value != getattr(defaults, field.name):
                 yield field.name, value
             continue
         default = type(value)()

@@ -50,9 +50,8 @@ def code_digests() -> dict[str, str]:
     package = Path(__file__).parents[2]
     digests = {"torch": torch.__version__}
     for file in sorted(package.rglob("*.py")):
-        digests[str(file.relative_to(package))] = hashlib.sha256(file.read_bytes()).hexdigest()[
-            :16
-        ]
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        digests[str(file.relative_to(package))] = digest[:16]
     return digests
 
 

@@ -271,7 +271,7 @@ def begin() -> None:
         _watch = Watch()
         # for programs that end without `cli.run`; sys.last_value exists if an exception ended them.
         # SIGKILL, abort() and os._exit() skip this
-        atexit.register(lambda: _watch.leave(hasattr(sys, "last_value")))
+        atexit.register(lambda: _watch.leave(int(hasattr(sys, "last_value"))))
 
 
 def leave(code: int) -> None:

@@ -67,9 +67,13 @@ class Work:
 
         These are half of the sequence, or about the window.
         """
-        # twice the keys outside of the window, averaged over all tokens
-        unseen = max(seq_len - self.window, 0) ** 2 / max(seq_len, 1)
-        return (self.attention * seq_len + self.windowed * (seq_len - unseen)) / 2
+        seen = seq_len - unseen_keys(seq_len, self.window)
+        return (self.attention * seq_len + self.windowed * seen) / 2
+
+
+def unseen_keys(length: float, window: float) -> float:
+    """Return twice the keys outside of a sliding window, averaged over a causal sequence."""
+    return max(length - window, 0) ** 2 / max(length, 1)
 
 
 Convention = Callable[[Work, float], float]
@@ -329,9 +333,7 @@ def adapter_flops(config: WanConfig, lora: Lora, tokens: float, text_tokens: int
     for path, (module, name) in find_targets(model, lora.targets).items():
         outputs, inputs = getattr(module, name).shape
         of_text = path.endswith(("attn2.to_k", "attn2.to_v"))
-        total += (
-            lora.rank
-            * ((4 if of_text else 6) * inputs + 6 * outputs)
-            * (text_tokens if of_text else tokens)
-        )
+        # the text itself needs no gradient
+        per_token = lora.rank * ((4 if of_text else 6) * inputs + 6 * outputs)
+        total += per_token * (text_tokens if of_text else tokens)
     return total

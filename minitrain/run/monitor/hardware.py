@@ -109,9 +109,9 @@ def measure_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, 
     out = attend()
     back = partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
     flops = 2 * heads * length**2 * width
-    return flops / _seconds_per_call(attend, device), 2.5 * flops / _seconds_per_call(
-        back, device
-    )
+    forward = flops / _seconds_per_call(attend, device)
+    backward = 2.5 * flops / _seconds_per_call(back, device)
+    return forward, backward
 
 
 def measure_memory(device: torch.device) -> float:

@@ -84,7 +84,10 @@ class GrpoTask:
 
     def __init__(self, config: Config, folder: Path | None, opened: PolicyData | None = None):
         opened = opened or open_policy_data(config)
-        config, self.reward, self.problems, held_out, tokenizer, ends, talk, self.amount = opened
+        config = opened.config
+        self.reward = opened.reward
+        self.problems = opened.problems
+        self.amount = opened.amount
         grpo = config.grpo
         # no balancing of experts: the sampler would not follow changes of the trainer's router
         shape = replace(config.model.config, router_aux_loss_coef=0.0, bias_update_speed=0.0)
@@ -104,15 +107,15 @@ class GrpoTask:
             config,
             meshes,
             ranks,
-            self.problems,
-            held_out,
-            tokenizer,
-            ends,
-            self.reward,
-            fill_weights,
-            self.record,
-            talk,
-            self.load_draft(ranks, meshes.batch.device_type),
+            problems=self.problems,
+            held_out=opened.held_out,
+            tokenizer=opened.tokenizer,
+            ends=opened.ends,
+            reward=self.reward,
+            fill=fill_weights,
+            record=self.record,
+            talk=opened.talk,
+            draft=self.load_draft(ranks, meshes.batch.device_type),
         )
         self.policy = self.loop.policy
 

@@ -23,6 +23,7 @@ from minitrain.run.tasks.exports import export
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 from minitrain.training.build import fp8_notes
+from minitrain.training.ema import averaged_weights, check_averages
 from minitrain.training.loop import training_steps
 from minitrain.training.packing import Dataset
 
@@ -66,7 +67,6 @@ class RowsTask:
         self.checkpointer = Checkpointer(
             folder / "checkpoints", settings.keep, settings.asynchronous, disks
         )
-        self.wait = self.checkpointer.wait
         self.trainer = make_trainer(config, meshes)
         # must come before a checkpoint is loaded
         self.trainer.prepare(self.data, config.steps)
@@ -80,8 +80,6 @@ class RowsTask:
     def about(self) -> Iterator[str]:
         # a checkpoint may lack averages of the weights, or hold some that are no longer wanted
         if self.first:
-            from minitrain.training.ema import check_averages
-
             yield from check_averages(self.trainer.optimizer, self.config.optim, self.first)
         yield from fp8_notes(self.trainer.model, self.config, self.trainer.meshes)
         yield from filter(None, [getattr(self.data, "about", None), self.amount])
@@ -125,6 +123,9 @@ class RowsTask:
                 numbers["val_exact_match"] = exact_match(self.trainer.model, questions)
         return True
 
+    def wait(self) -> None:
+        self.checkpointer.wait()
+
     def end(self, say: Callable[[str], None]) -> None:
         with self.averaged():
             if self.config.data.kind in TOYS:
@@ -135,8 +136,6 @@ class RowsTask:
         """Replace the weights by their averages inside a `with` statement, if optim.ema keeps them."""
         if not self.config.optim.ema:
             return nullcontext()
-        from minitrain.training.ema import averaged_weights
-
         return averaged_weights(self.trainer.model, self.trainer.optimizer)
 
     def draw(self, name: str) -> str:

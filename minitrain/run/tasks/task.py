@@ -124,27 +124,30 @@ def run_steps(task: Task, log: MetricsLog, meter: Meter, health: Health) -> bool
                 validates > 0 and is_due(step, validates, config.steps)
             )
 
+        def save(numbers: dict[str, Any]) -> None:
+            """Write the step's checkpoint, once the lines of earlier steps are on disk."""
+            nonlocal saved_at
+            log.sync()
+            task.save(numbers)
+            saved_at = time.monotonic()
+
         for numbers in profiled_steps(task, stays):
             numbers |= meter.measure(numbers)
             numbers |= health.check(numbers)
             stop, saves = stops_and_saves(numbers["step"])
-            # saved before anything else can fail, but after the lines of earlier steps are on disk
+            # before anything else can fail
             if saves:
-                log.sync()
-                task.save(numbers)
-                saved_at = time.monotonic()
+                save(numbers)
             if not stop and task.finish(numbers, stopping):
                 if config.checkpoint.best and broadcast_flag(log.is_best(numbers)):
                     if not saves:
-                        log.sync()
-                        task.save(numbers)
+                        save(numbers)
                     task.pin(numbers["step"])
                 log.step(numbers)
                 health.stop_if_stuck(numbers)
                 continue
             if not saves:
-                log.sync()
-                task.save(numbers)
+                save(numbers)
             task.wait()
             log.say(
                 f"{stopping()}: stopped after step {numbers['step']}, with a checkpoint from which the same command "
