@@ -311,13 +311,18 @@ class GRPO:
     overlong_buffer: int = number(0, 0)
     overlong_penalty: float = number(1.0, 0)  # by how much the reward falls over these tokens
     overlong_filter: bool = False  # leave truncated responses out of the loss
-    # age of the sampler's weights in steps; 1: sampling and training can overlap
-    lag: Literal[0, 1] = 0
     # train with the experts that the sampler's routers chose, token by token (R3, Ma et al. 2025): else
     # rounding makes others of them, and the policy another one than what was sampled from
     replay_routing: bool = False
-    # number of ranks, the last ones, that only sample while the others only train (needs lag=1);
-    # 0: all do both
+    # age of the sampler's weights in steps; from 1 on, sampling and training can overlap
+    lag: int = number(0, 0, 1 << 16)
+    # while a step's responses are sampled, begin those of the next `lag` steps, which go on with new
+    # weights between two decoding steps: nobody waits for the longest. `lag` is then the most age
+    in_flight: bool = False
+    # what they go on with: keys and values computed again with the new weights, or those they have
+    in_flight_cache: Literal["recompute", "keep"] = "recompute"
+    # number of ranks, the last ones, that only sample while the others only train (needs lag of 1
+    # or more); 0: all do both
     generation_ranks: int = number(0, 0)
     keep_cache: bool = False  # keep the sampler's KV cache while its rank trains
     # free what sampling, log-probabilities and training do not use in turn (grpo/offload.py)

@@ -18,3 +18,11 @@ class Guessing:
             return [], float(guess == str(self.number)), True
         told = "more" if int(guess) < self.number else "less"
         return [{"role": "user", "content": told}], 0.0, False
+
+
+class OneToThree(Guessing):
+    """The game of two turns, over data.kind=mock with one digit, which decides the number."""
+
+    def reset(self, row: dict) -> list[dict]:
+        number = 1 + int(row["prompt"]) % 3
+        return super().reset({"prompt": "1 to 3?", "answer": str(number)})

@@ -27,6 +27,8 @@ class Response:
     group: number of its prompt in the step.
     log_probs: of each response token when it was sampled; 0 for those of an environment.
     given: (first, end) of the response's tokens that an environment said, between its `turns`.
+    versions: [n, version] where the weights change before token n; a step's are those that it
+    begins with. Step 0 has version 0.
     truncated: it reached a limit before its end. failure: of its environment.
     score: of the reward function. reward: the score less the penalty for length.
     no_signal: share of the groups sampled for its step, replaced ones included, whose scores are
@@ -54,6 +56,12 @@ class Response:
     turns: int = 0
     failure: str = ""
     routes: str = ""
+    versions: list[list[int]] = field(default_factory=list)
+
+    def token_versions(self) -> np.ndarray:
+        """Return which weights each token was drawn with, int64 [tokens]."""
+        versions = np.array([version for _, version in self.versions], np.int64)
+        return versions.repeat(np.diff([*(n for n, _ in self.versions), len(self.response)]))
 
     def drawn(self) -> np.ndarray:
         """Return which tokens of the response the policy has drawn, bool [tokens]."""

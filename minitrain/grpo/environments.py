@@ -26,11 +26,11 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain, groupby
+from itertools import chain, count, groupby
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -88,10 +88,10 @@ class Dialog(Protocol):
 class Episode:
     """One sample with its environment, from the prompt on.
 
-    group, number: of its problem, and its own in the group. longest: the most tokens of a response
-        to a prompt.
+    group, number: of its problem, and its own in the group.
     response: all tokens after the prompt; given: (first, end) of those that the environment said.
-    log_probs: as many, 0 for what was given. truncated: a limit ended it. failure: what went wrong.
+    log_probs: as many, 0 for what was given. versions: see Sample. truncated: a limit ended it.
+    failure: what went wrong.
     """
 
     problem: Problem
@@ -102,11 +102,13 @@ class Episode:
     response: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     given: list[list[int]] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
     score: float = 0.0
     turns: int = 0
     truncated: bool = False
     failure: str = ""
     sample: Sample | None = None
+    ended: bool = False
 
     def add(self, tokens: list[int], log_probs: list[float]) -> None:
         self.response += tokens
@@ -149,45 +151,59 @@ class Environments:
         self.group = group
         # whether decoding waits for answers: until one has taken longer than that
         self.patient = self.settings.environment_wait > 0
+        self.rank, self.ranks = (group.rank(), group.size()) if group else (0, 1)
+        self.answered = SimpleQueue()
+        self.forget()
 
-    def play(self, episodes: list[Episode]) -> None:
-        """Sample all episodes to their ends. All ranks of the sampler call it with the same ones.
+    def forget(self) -> None:
+        """Forget all episodes. They are numbered as they come; all but `hosts` is known to all ranks."""
+        self.numbers = count()
+        self.episodes: dict[int, Episode] = {}
+        self.hosts: dict[int, Host] = {}
+        # who waits for an answer, on whatever rank, and who is decoded
+        self.waiting: set[int] = set()
+        self.talking: dict[Sample, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.talking)
+
+    def begin(self, episodes: list[Episode]) -> None:
+        """Begin episodes, the same ones on all ranks of the sampler."""
+        for episode in episodes:
+            index = next(self.numbers)
+            self.episodes[index] = episode
+            self.waiting.add(index)
+            if index % self.ranks == self.rank:
+                host = self.hosts[index] = Host(index, episode, self)
+                host.start(self.answered, host.reset)
+
+    def advance(self) -> None:
+        """Take a step with all episodes that have not ended; all ranks of the sampler call it.
 
         Raises InputError for an environment that fails, unless grpo.environment_failure is zero.
         """
-        rank, ranks = (self.group.rank(), self.group.size()) if self.group else (0, 1)
-        mine = range(rank, len(episodes), ranks)
-        hosts = {i: Host(i, episodes[i], self) for i in mine}
-        answered = SimpleQueue()
-        for host in hosts.values():
-            host.start(answered, host.reset)
-        # who waits for an answer, on whatever rank
-        waiting = set(range(len(episodes)))
-        talking: dict[Sample, int] = {}
         try:
-            with self.sampler.weights.in_use():
-                while waiting or talking:
-                    answers = self.answers(hosts, answered, waiting)
-                    waiting -= {answer.index for answer in answers}
-                    talking |= self.take(answers, episodes)
-                    for sample in self.step(talking):
-                        index = talking.pop(sample)
-                        waiting.add(index)
-                        self.hear(episodes[index], sample)
-                        if index in hosts:
-                            hosts[index].send(answered, sample)
-        finally:
-            self.sampler.cancel(*(each.sample for each in episodes if each.sample))
-
-    def step(self, talking: Iterable[Sample]) -> list[Sample]:
-        """Step the sampler, if it has something to do; return which of `talking` have ended."""
-        if not self.sampler.busy:
-            return []
-        self.sampler.step()
-        return [sample for sample in talking if sample.finish_reason]
+            answers = self.answers(self.hosts, self.answered, self.waiting)
+            self.waiting -= {answer.index for answer in answers}
+            self.talking |= self.take(answers, self.episodes)
+            if self.sampler.busy:
+                self.sampler.step()
+            for sample in [sample for sample in self.talking if sample.ended]:
+                index = self.talking.pop(sample)
+                self.waiting.add(index)
+                self.hear(self.episodes[index], sample)
+                if index in self.hosts:
+                    self.hosts[index].send(self.answered, sample)
+        except BaseException:
+            self.sampler.cancel(*(each.sample for each in self.episodes.values() if each.sample))
+            self.forget()
+            raise
 
     def hear(self, episode: Episode, sample: Sample) -> None:
         """Add what a sample has said. One that was cut off cannot go on."""
+        before = len(episode.response)
+        episode.versions += [[before + first, version] for first, version in sample.versions]
         episode.add(sample.produced, sample.logprobs)
         episode.turns += 1
         episode.truncated = sample.finish_reason != "stop"
@@ -226,13 +242,13 @@ class Environments:
                 if waits or (idle and not found and not self.group):
                     continue
                 break
-            # not of those that were given up
-            if host.index in left and number == host.calls:
+            # not of those that were given up, or forgotten
+            if left.get(host.index) is host and number == host.calls:
                 found.append(left.pop(host.index).answer(*result))
         self.patient &= not (left and wait)
         return found
 
-    def take(self, answers: list[Answer], episodes: list[Episode]) -> dict[Sample, int]:
+    def take(self, answers: list[Answer], episodes: dict[int, Episode]) -> dict[Sample, int]:
         """Let samples begin, go on, or end. Return those that are decoded now, with their numbers."""
         talking = {}
         begun = []
@@ -240,11 +256,14 @@ class Environments:
             episode = episodes[answer.index]
             if answer.failure:
                 self.fail(episode, answer.failure)
+                self.end(answer.index)
             elif not episode.prompt:
                 episode.prompt = answer.tokens
                 begun.append(answer.index)
             elif self.go_on(episode, answer):
                 talking[episode.sample] = answer.index
+            else:
+                self.end(answer.index)
 
         # samples of one prompt are one request: its tokens are computed once
         def alike(place: tuple[int, int]) -> tuple:
@@ -270,7 +289,6 @@ class Environments:
         room = len(sample.tokens) + len(answer.tokens) < sample.limit
         if ends or episode.turns == self.settings.turns or not room:
             episode.truncated |= not ends
-            self.end(episode)
             return False
         first = len(episode.response)
         episode.add(answer.tokens, [0.0] * len(answer.tokens))
@@ -283,9 +301,11 @@ class Environments:
             raise InputError(failure)
         episode.failure = failure
         episode.score = 0.0
-        self.end(episode)
 
-    def end(self, episode: Episode) -> None:
+    def end(self, index: int) -> None:
+        episode = self.episodes.pop(index)
+        self.hosts.pop(index, None)
+        episode.ended = True
         if episode.sample:
             self.sampler.cancel(episode.sample)
 

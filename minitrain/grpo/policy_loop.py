@@ -4,24 +4,30 @@
                log-probabilities under the step's first weights and the reference, where needed ->
                one or several updates -> weight sync
 
-On policy (grpo.lag=0) the responses come from the weights that are trained. One step off (lag=1),
-those of step k + 1 are sampled with the weights that step k begins with; then some ranks can sample
-(grpo.generation_ranks) while the others train, in lockstep: at a step's end responses go one way
-and weights the other. No queue and no threads: a response's age is 1 by construction, and the same
+On policy (grpo.lag=0) the responses come from the weights that are trained. With lag=k those of step
+n + k are sampled with the weights that step n begins with, and wait in a queue; then some ranks can
+sample (grpo.generation_ranks) while the others train, in lockstep: at a step's end responses go one
+way and weights the other. There are no threads: a response's age is k by construction, and the same
 run in one process gives the same.
+
+In flight (grpo.in_flight) step n only waits for its own responses, while those of the next k steps
+have begun, and go on with the new weights. No token is older than k steps. Ranks of their own sample
+until the others have trained, so that time decides how far they come with which weights; where ranks
+do both, a run gives the same again.
 
 All ranks know all responses and compute from them what is cheap; only the model's work is divided.
 What surrounds the steps, checkpoints, files and logs, is run/tasks/grpo_task.py.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -100,6 +106,8 @@ class PolicyLoop:
         self.colocated = ranks.training == ranks.sampling
         # problems, by the steps that have been sampled
         self.taken = 0
+        # steps that the policy has been trained for
+        self.version = 0
         # by PHASES, of the current step
         self.seconds = Counter()
         # how many tokens were drafted and accepted in the current step
@@ -121,9 +129,8 @@ class PolicyLoop:
             sampler = Sampler(model, tokenizer, config.rollout, samples, longest, draft)
             sampler.records = config.grpo.replay_routing
             play = talk and partial(Environments, config, *talk, group=ranks.sampler)
-            self.worker = RolloutWorker(
-                config, sampler, tokenizer, ends, reward, replica, replicas, ranks.samplers, play
-            )
+            make = partial(RolloutWorker, config, sampler, tokenizer, ends, reward)
+            self.worker = make(replica, replicas, ranks.samplers, play, ranks.sampler)
         kept = {}
         lost = {}
         # then every rank trains and samples
@@ -159,54 +166,88 @@ class PolicyLoop:
             torch.cuda.synchronize()
         self.seconds[name] += time.perf_counter() - began
 
-    def begin(self, taken: int) -> None:
-        """Begin with the weights as they are. taken: problems, by the steps that are done."""
+    def begin(self, taken: int, first: int = 0, in_flight: dict | None = None) -> None:
+        """Begin with the weights as they are, after `first` steps.
+
+        taken: problems, by the steps that are done. in_flight: see RolloutWorker.
+        """
         self.taken = taken
+        self.version = first
+        if in_flight and self.worker:
+            self.worker.load(in_flight)
         self.update_sampler()
 
-    def steps(self, first: int, coming: list[Group] | None = None) -> Iterator[dict[str, Any]]:
+    def steps(self, first: int, coming: Iterable[list[Group]] = ()) -> Iterator[dict[str, Any]]:
         """Run the steps from `first` on, yielding the numbers of each, for the log.
 
-        coming: the responses for the first of them, where they are sampled already.
+        coming: the responses for the first of them that are sampled already.
         """
         config = self.config
-        lag = config.grpo.lag
         began = time.perf_counter()
-        if coming:
-            self.taken = coming[0][0].problems
+        # of the next steps, the oldest first
+        queue = deque(coming)
+        if queue:
+            self.taken = queue[-1][0][0].problems
         for step in range(first, config.steps):
-            # is the next step sampled while this one trains?
-            ahead = lag and step + 1 < config.steps
-            groups = coming or self.share(self.collect(), step)
-            sampled = self.collect() if ahead else None
-            learned = self.policy.learn(groups, step) if self.policy else {}
-            coming = self.share(sampled, step + 1) if ahead else None
+            # how many more steps may be sampled with the weights that this one begins with
+            ahead = min(config.grpo.lag, config.steps - 1 - step)
+            if not queue:
+                queue.append(self.share(self.collect(ahead), step))
+            groups = queue.popleft()
+            missing = 0 if config.grpo.in_flight else ahead - len(queue)
+            sampled = [self.collect() for _ in range(missing)]
+            learned = self.train(groups, step)
+            for each in sampled:
+                queue.append(self.share(each, step + 1 + len(queue)))
+            self.version = step + 1
             self.update_sampler()
             # also to ranks that only sample: all judge alike how it went
             learned = self.tell(learned, 0)
+            measured = self.seconds["generation"], self.drafts
+            self.seconds["generation"], self.drafts = self.tell(measured, self.first_sampler)
             timing = self.timing(groups, time.perf_counter() - began)
-            yield {"step": step + 1} | learned | describe_responses(groups) | timing
+            ages = describe_ages(groups, step) if config.grpo.lag else {}
+            yield {"step": step + 1} | learned | describe_responses(groups) | ages | timing
             began = time.perf_counter()
 
-    def collect(self) -> tuple[list[Group], tuple] | None:
-        """Return the next step's groups, and seconds and drafts; nothing on a rank that only trains."""
+    def collect(self, ahead: int = 0) -> list[Group] | None:
+        """Return the next step's groups; nothing on a rank that only trains.
+
+        ahead: of how many further steps the groups may be begun, in flight.
+        """
         if not self.worker:
             return None
         with self.phase("generation"):
-            groups = self.worker.collect(self.problems, self.taken)
+            further = ahead if self.config.grpo.in_flight else 0
+            groups = self.worker.collect(self.problems, self.taken, further)
             self.taken = groups[0][0].problems
             if self.frees:
+                self.worker.pause()
                 self.worker.sampler.free()
         self.drafts += self.worker.draft_counts()
-        return groups, (self.seconds["generation"], self.drafts)
+        return groups
 
-    def share(self, collected: tuple[list[Group], tuple] | None, step: int) -> list[Group]:
+    def share(self, groups: list[Group] | None, step: int) -> list[Group]:
         """Share what was collected for `step` with all ranks, and record it."""
         with self.phase("refit"):
-            groups, measured = self.tell(collected, self.first_sampler)
-            self.seconds["generation"], self.drafts = measured
+            groups = self.tell(groups, self.first_sampler)
             self.record(groups, step)
         return groups
+
+    def train(self, groups: list[Group], step: int) -> dict[str, float]:
+        """Return what a step has learned; in flight, ranks that only sample go on meanwhile."""
+        apart = self.config.grpo.in_flight and not self.colocated
+        if self.policy:
+            learned = self.policy.learn(groups, step)
+            if apart:
+                dist.barrier(self.everyone)
+            return learned
+        if apart:
+            trained = dist.barrier(self.everyone, async_op=True)
+            with self.phase("generation"):
+                self.worker.fly(trained.is_completed)
+            trained.wait()
+        return {}
 
     def tell(self, value: Any, source: int) -> Any:
         """Return rank `source`'s value on all ranks; where they are colocated each has it."""
@@ -217,7 +258,11 @@ class PolicyLoop:
             if self.weight_sync:
                 self.weight_sync()
             if self.worker:
-                self.worker.sampler.refresh()
+                self.worker.refresh(self.version)
+
+    def in_flight(self) -> dict[str, Any]:
+        """Return what has been drawn of the next steps' responses, for a checkpoint."""
+        return self.tell(self.worker and self.worker.in_flight(), self.first_sampler)
 
     def evaluate(self) -> dict[str, float]:
         """Return val_greedy and val_pass@k on held-out problems, or those that are trained on."""
@@ -269,6 +314,13 @@ def describe_responses(groups: list[Group]) -> dict[str, float]:
     if not first.sampled:
         return numbers | trained
     return numbers | first.sampled | {f"trained_{name}": x for name, x in trained.items()}
+
+
+def describe_ages(groups: list[Group], step: int) -> dict[str, float]:
+    """Return how many steps old the weights of the drawn tokens are, of a step's responses."""
+    drawn = [each.token_versions()[each.drawn()] for each in chain(*groups) if each.versions]
+    ages = step - np.concatenate(drawn) if drawn else np.zeros(1)
+    return {"age": ages.mean().item(), "age_max": ages.max().item()}
 
 
 def is_whole(model: Decoder | Pipeline) -> bool:

@@ -2,14 +2,19 @@
 
 Replicas of the sampler share the prompts. The responses do not depend on their number: a response's
 randomness depends on (seed, number of its problem, number in its group) alone.
+
+With grpo.in_flight further groups are sampled along with those of a step, so that nobody waits for
+its longest response. What is unfinished when new weights come goes on with these (Kimi k1.5's
+partial rollouts, in-flight updates of PipelineRL), and each token keeps the version of its weights.
 """
 
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +31,18 @@ from minitrain.grpo.rewards import (
     overlong,
     reward_state,
 )
-from minitrain.parallel.agreement import gather
+from minitrain.parallel.agreement import broadcast, gather
 from minitrain.rollout.engine import Sampler
-from minitrain.rollout.sampling import Completion, SamplingParams
+from minitrain.rollout.sampling import SamplingParams
+from minitrain.rollout.scheduler import Sample
 from minitrain.settings import Config
 
 # all responses to one prompt
 Group = list[Response]
+# problems that are being sampled: of those of this replica the place, the problem, and its samples
+Flight = list[tuple[int, Problem, list[Sample | Episode]]]
+# what a checkpoint keeps of a sample
+DRAWN = ("produced", "logprobs", "versions", "finish_reason")
 
 
 class RolloutWorker:
@@ -42,6 +52,7 @@ class RolloutWorker:
     play: makes what lets samples talk to environments, which reward them then, from the sampler and
         `longest`.
     replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.
+    own: those of this replica, if there are several.
     """
 
     def __init__(
@@ -55,6 +66,7 @@ class RolloutWorker:
         replicas: int,
         group: ProcessGroup,
         play: Callable[[Sampler, Callable[[int], int]], Environments] | None = None,
+        own: ProcessGroup | None = None,
     ):
         self.config = config
         self.sampler = sampler
@@ -64,11 +76,19 @@ class RolloutWorker:
         self.replica = replica
         self.replicas = replicas
         self.group = group
+        self.own = own
         self.environments = play and play(sampler, self.longest)
+        # by the number of the first problem
+        self.flights: dict[int, Flight] = {}
+        # samples that the sampler does not have at the moment
+        self.paused: list[Sample] = []
+        # what a checkpoint has of samples in flight, by (problem, number in its group)
+        self.kept: dict[tuple[int, int], list] = {}
 
-    def collect(self, problems: ProblemSet, first: int) -> list[Group]:
+    def collect(self, problems: ProblemSet, first: int, ahead: int = 0) -> list[Group]:
         """Return the groups of a step, on all replicas.
 
+        ahead: how many further steps' groups may be begun meanwhile.
         first: the number of the first problem that no step has had. A group has a signal if its
         scores differ. With grpo.generations above 1, groups without a signal are replaced by groups
         of further problems (DAPO's dynamic sampling), and used after all if these do not suffice.
@@ -77,11 +97,15 @@ class RolloutWorker:
         """
         count = self.config.grpo.prompts
         rounds = self.config.grpo.generations
+        oldest = self.sampler.version - self.config.grpo.lag
+        self.go_on()
         # groups whose scores differ, and groups whose scores are all equal
         with_signal = []
         without = []
         for _ in range(rounds):
-            groups = self.sample(problems.take(first, count), first, self.config.grpo.group)
+            for later in range(1 + ahead):
+                self.launch(problems, first + later * count, oldest + later)
+            groups = self.end(self.flights.pop(first))
             for group in groups:
                 differ = len({rollout.score for rollout in group}) > 1
                 (with_signal if differ else without).append(group)
@@ -116,25 +140,116 @@ class RolloutWorker:
         self, problems: list[Problem], first: int, n: int, greedy: bool = False
     ) -> list[Group]:
         """Return n responses to each problem; the first is problem number `first` of all."""
+        return self.end(self.begin(problems, first, n, greedy))
+
+    def begin(self, problems: list[Problem], first: int, n: int, greedy: bool = False) -> Flight:
+        """Begin to sample n responses to each problem; the first is number `first` of all."""
+        flight = []
         # replicas take the problems in turn
-        mine = range(self.replica, len(problems), self.replicas)
-        requests = [self.request(problems[i], first + i, n, greedy) for i in mine]
-        own = [problems[i] for i in mine]
-        # n for each prompt, in order
-        sampled = []
-        if self.environments:
-            sampled = self.played(own, requests)
-        elif requests:
-            sampled = self.sampler.generate([problem.prompt for problem in own], requests)
+        for i in range(self.replica, len(problems), self.replicas):
+            problem = problems[i]
+            request = self.request(problem, first + i, n, greedy)
+            if self.environments:
+                samples = [Episode(problem, request, first + i, number) for number in range(n)]
+                self.environments.begin(samples)
+            else:
+                samples = self.sampler.submit(problem.prompt, request)
+            flight.append((i, problem, samples))
+        return flight
+
+    def end(self, flight: Flight) -> list[Group]:
+        """Sample until all of a flight has ended; return its groups, on all replicas."""
+        with self.sampler.weights.in_use():
+            while not all(sample.ended for *_, samples in flight for sample in samples):
+                self.advance()
         finish = self.scored if self.environments else self.rewarded
-        groups = {}
         tp = self.config.rollout.tp
         # the ranks of one sampler all have its responses: each rewards some of them
-        for k in range(dist.get_rank() % tp, len(mine), tp):
-            each = sampled[k * n : (k + 1) * n]
-            groups[mine[k]] = [finish(mine[k], own[k], sample) for sample in each]
+        groups = {
+            i: [finish(i, problem, sample) for sample in samples]
+            for i, problem, samples in flight[dist.get_rank() % tp :: tp]
+        }
         every = {i: group for share in gather(groups, self.group) for i, group in share.items()}
         return [every[i] for i in sorted(every)]
+
+    # --- in flight
+
+    @property
+    def busy(self) -> bool:
+        return (self.environments or self.sampler).busy
+
+    def advance(self) -> None:
+        """Take a step with all that is being sampled."""
+        if self.environments:
+            self.environments.advance()
+        else:
+            self.sampler.step()
+
+    def launch(self, problems: ProblemSet, first: int, oldest: int) -> None:
+        """Begin the groups of a step whose first problem has this number, if they have not begun.
+
+        oldest: the first version of the weights that may have drawn what a checkpoint has of them.
+        """
+        if first in self.flights:
+            return
+        grpo = self.config.grpo
+        flight = self.begin(problems.take(first, grpo.prompts), first, grpo.group)
+        self.flights[first] = flight
+        if not self.kept:
+            return
+        # nothing has been sampled yet
+        paused = self.sampler.pause()
+        for place, sample in samples_of({first: flight}):
+            drawn = self.kept.pop(place, {"versions": []})
+            if all(version >= oldest for _, version in drawn["versions"]):
+                vars(sample).update(drawn)
+        self.sampler.go_on([sample for sample in paused if not sample.ended])
+
+    def fly(self, done: Callable[[], bool]) -> None:
+        """Sample what has begun until done(), or until all has ended."""
+        with self.sampler.weights.in_use():
+            while self.busy:
+                stops = done()
+                if self.own:
+                    stops = broadcast(stops, dist.get_global_rank(self.own, 0), self.own)
+                if stops:
+                    return
+                self.advance()
+
+    def pause(self) -> None:
+        """Take all samples off the sampler, while others need it, its memory, or its model."""
+        self.paused += self.sampler.pause()
+
+    def go_on(self) -> None:
+        self.sampler.go_on(self.paused)
+        self.paused = []
+
+    def refresh(self, version: int) -> None:
+        """Sample with new weights from now on."""
+        keep = self.config.grpo.in_flight and self.config.grpo.in_flight_cache == "keep"
+        if not keep:
+            self.pause()
+        self.sampler.refresh(keep)
+        self.sampler.version = version
+
+    def in_flight(self) -> dict[str, Any]:
+        """Return what all replicas have drawn of what is in flight, as JSON, for `load`.
+
+        Of environments there is nothing: what they remember is theirs, so their samples begin anew.
+        """
+        # the ranks of one sampler all have the same
+        mine = dist.get_rank() % self.config.rollout.tp == 0 and not self.environments
+        drawn = [
+            (place, {name: getattr(sample, name) for name in DRAWN})
+            for place, sample in samples_of(self.flights if mine else {})
+        ]
+        samples = list(chain(*gather(drawn, self.group)))
+        return {"settings": sampling_settings(self.config), "samples": samples}
+
+    def load(self, kept: dict[str, Any]) -> None:
+        """Continue samples that were in flight, unless settings that decide them are others now."""
+        if kept["settings"] == sampling_settings(self.config) and not self.environments:
+            self.kept = {tuple(place): drawn for place, drawn in kept["samples"]}
 
     def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
         temperature = 0.0 if greedy else self.config.rollout.temperature
@@ -143,16 +258,6 @@ class RolloutWorker:
         return SamplingParams(
             temperature, max_tokens=limit, n=n, stop_tokens=self.ends, seed=seed, ignore_eos=True
         )
-
-    def played(self, problems: list[Problem], requests: list[SamplingParams]) -> list[Episode]:
-        """Return the n samples of each problem, which have talked to their environments."""
-        episodes = [
-            Episode(problem, request, group, number)
-            for group, (problem, request) in enumerate(zip(problems, requests, strict=True))
-            for number in range(request.n)
-        ]
-        self.environments.play(episodes)
-        return episodes
 
     def longest(self, prompt: int) -> int:
         """Return the most tokens of a response to a prompt of so many.
@@ -170,10 +275,10 @@ class RolloutWorker:
         digest = hashlib.blake2b(f"{self.config.seed}/{number}".encode(), digest_size=4).digest()
         return int.from_bytes(digest) >> 1
 
-    def rewarded(self, group: int, problem: Problem, completion: Completion) -> Response:
-        """Return a completion with its text, its score, and its reward: score less penalty."""
-        ended = completion.finish_reason == "stop"
-        tokens = completion.tokens
+    def rewarded(self, group: int, problem: Problem, sample: Sample) -> Response:
+        """Return a sample with its text, its score, and its reward: score less penalty."""
+        ended = sample.finish_reason == "stop"
+        tokens = sample.produced
         # without the token that ends it
         text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
         score = self.score(text, problem)
@@ -181,13 +286,14 @@ class RolloutWorker:
             group,
             problem.prompt,
             tokens,
-            completion.logprobs,
+            sample.logprobs,
             not ended,
             score,
             score + self.penalty(problem.prompt, tokens),
             text,
             problem.answer,
             routes=packed_routes(completion.routes),
+            versions=sample.versions,
         )
 
     def scored(self, group: int, problem: Problem, episode: Episode) -> Response:
@@ -206,6 +312,7 @@ class RolloutWorker:
             self.tokenizer.decode(tokens, special=True),
             problem.answer,
             given=episode.given,
+            versions=episode.versions,
             turns=episode.turns,
             failure=episode.failure,
             routes=packed_routes(episode.sample and episode.sample.routes),
@@ -238,8 +345,12 @@ class RolloutWorker:
         kept = keeps_state(self.reward) and reward_state(self.reward, self.config.grpo.reward)
         chosen = problems.problems[:count]
         n = self.config.grpo.eval_samples
+        # of what is in flight an evaluation leaves no trace
+        self.pause()
         greedy = self.sample(chosen, 0, n=1, greedy=True)
         sampled = self.sample(chosen, 0, n)
+        # environments have answered meanwhile
+        self.pause()
         if keeps_state(self.reward):
             self.reward.load_state_dict(kept)
         # of each problem's n responses, how many pass
@@ -250,14 +361,24 @@ class RolloutWorker:
         return numbers
 
 
+def samples_of(flights: dict[int, Flight]) -> Iterator[tuple[tuple[int, int], Any]]:
+    """Yield the samples in flight, each behind the numbers of its problem and of its own."""
+    for first, flight in flights.items():
+        for i, _, samples in flight:
+            for number, sample in enumerate(samples):
+                yield (first + i, number), sample
+
+
 def most_samples(config: Config, replicas: int) -> int:
     """Return the most samples a replica is asked for at once, in a step or an evaluation."""
     grpo = config.grpo
     validation = config.validation
     # problems of an evaluation
     held_out = validation.batches * grpo.prompts if validation.every else 0
+    steps = 1 + grpo.lag * grpo.in_flight
     return max(
-        -(-grpo.prompts // replicas) * grpo.group, -(-held_out // replicas) * grpo.eval_samples
+        -(-grpo.prompts // replicas) * grpo.group * steps,
+        -(-held_out // replicas) * grpo.eval_samples,
     )
 
 

@@ -410,6 +410,8 @@ class Caches:
 
     def refresh(self) -> bool:
         """Drop constants computed from the weights. Return whether there were any."""
+        # the pages may be computed anew, with the same tokens
+        self.rows.held = {}
         layers = [layer for layer in self.layers if layer is not None]
         stale = any(layer.constants is not None for layer in layers)
         for layer in layers:

@@ -5,6 +5,7 @@
                running samples
     generate   submits everything and steps until all is done
     resume     continues a sample that has stopped, behind tokens that it is given
+    pause      takes unfinished samples off, while weights change; `go_on` queues them again
 
 A decoding step goes scheduler -> prepare -> model -> sample -> scheduler: `schedule` (scheduler.py),
 `prepare`, `decode` and `sample` (batch.py), `_end` here, `decoded` (scheduler.py). It is one
@@ -74,6 +75,8 @@ class Sampler(Texts):
 
     # whether to keep the experts that are selected for each token, for `Completion.routes`
     records = False
+    # of the weights, as who changes them counts; samples keep it for each token
+    version = 0
 
     def __init__(
         self,
@@ -309,6 +312,16 @@ class Sampler(Texts):
                 if sample.finish_reason is None or sample.keeps:
                     self.scheduler.cancel(sample)
 
+    def pause(self) -> list[Sample]:
+        """Take unfinished samples off, oldest first, with what they have produced; drop their caches."""
+        return self.scheduler.pause() if self.scheduler else []
+
+    @torch.inference_mode(False)
+    def go_on(self, samples: list[Sample]) -> None:
+        """Queue what `pause` has returned. What the samples have produced is computed once more."""
+        if samples:
+            self._ready().go_on(samples)
+
     @property
     def busy(self) -> bool:
         return self.scheduler is not None and self.scheduler.busy
@@ -317,10 +330,16 @@ class Sampler(Texts):
     def idle(self) -> bool:
         return self.scheduler is None or self.scheduler.idle
 
-    def refresh(self) -> None:
-        """Drop all that was computed with earlier weights. Needs an idle sampler."""
+    def refresh(self, keep: bool = False) -> None:
+        """Drop all that was computed with earlier weights. Needs an idle sampler.
+
+        keep: of a busy one. Samples go on with what they have, which later prompts do not find.
+        """
         self.weights.refresh()
-        self.forget()
+        if not keep:
+            self.forget()
+        elif self.scheduler is not None:
+            self.scheduler.outdate()
         if self.scheduler is None or not self.caches.refresh():
             return
         # a pool of memory for graphs cannot be used again after its last graph is gone
@@ -420,6 +439,8 @@ class Sampler(Texts):
             whole = count == len(tokens)
             if reason and self.records:
                 sample.routes = self.caches.routes(sample.pages, sample.cached + count)
+            if not sample.versions or sample.versions[-1][1] != self.version:
+                sample.versions.append([len(sample.produced), self.version])
             self.scheduler.decoded(sample, tokens[:count], logprobs[:count], reason, whole)
             produced.append((sample, tokens[:count]))
         return produced
@@ -434,23 +455,6 @@ class Sampler(Texts):
             if len(sample.prompt) + len(sample.produced) + count == sample.limit:
                 return count, "length"
         return len(tokens), None
-
-    def _wrote_stop(self, sample: Sample, tokens: list[int]) -> bool:
-        """Return whether the text's end holds a stop string.
-
-        Only the last tokens are decoded: at most four for each character of the longest string,
-        which has up to four bytes, and five more. The first of them is context, whose own text is
-        left out: many vocabularies drop a space at the start of a text.
-        """
-        length = 4 * max(map(len, sample.params.stop)) + 5
-        end = (sample.prompt[-1:] + sample.produced[-length:] + tokens)[-length:]
-        # a stop string may hold special tokens, or stand around some that are not shown
-        for special in (False, True):
-            before = self.tokenizer.decode(end[:1], special)
-            text = self.tokenizer.decode(end, special)
-            if any(stop in text[len(before) :] for stop in sample.params.stop):
-                return True
-        return False
 
     # --- buffers
 

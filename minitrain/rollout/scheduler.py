@@ -21,7 +21,8 @@ ranks need not communicate about it.
 
 from bisect import insort
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -35,16 +36,19 @@ class CacheEntry:
     """A sequence's part of the caches.
 
     pages: they hold its first `cached` tokens. slot: where its Mamba states are.
+    stale: some of it was computed with earlier weights, so nobody else is to find it.
     """
 
     pages: list[int] = field(default_factory=list)
     cached: int = 0
     slot: int | None = None
+    stale: bool = False
 
     def clear(self) -> None:
         self.pages = []
         self.cached = 0
         self.slot = None
+        self.stale = False
 
 
 @dataclass(eq=False)
@@ -53,6 +57,7 @@ class Sample(CacheEntry):
 
     key: seed of its random numbers. limit: most tokens, the prompt's included.
     keeps: when it stops, it is held.
+    versions: [n, version] where the weights that `produced` is drawn with change before token n.
     """
 
     prompt: list[int]
@@ -62,6 +67,7 @@ class Sample(CacheEntry):
     arrival: int = 0
     produced: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
     finish_reason: str | None = None
     keeps: bool = False
     # guesses of the next tokens (drafting.py), if any
@@ -72,6 +78,10 @@ class Sample(CacheEntry):
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.produced
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None
 
     def newest(self, width: int) -> list[int]:
         """Return the newest token, and width - 1 drafts of those after it, 0 where there are none."""
@@ -164,9 +174,33 @@ class Scheduler:
                 f"{needed} pages of {self.pages.size} tokens, and the pool has {self.pages.count} "
                 f"(use fewer tokens, or rollout.pages={needed})"
             )
+        self.go_on(samples)
+
+    def go_on(self, samples: list[Sample]) -> None:
+        """Queue samples, new ones or those of `pause`. Neighbors with the same text are one prefill."""
         for sample in samples:
             sample.arrival = next(self.arrivals)
-        self.waiting.append(Prefill(first.prompt, list(samples)))
+        for tokens, alike in groupby(samples, attrgetter("tokens")):
+            self.waiting.append(Prefill(tokens, list(alike)))
+
+    def pause(self) -> list[Sample]:
+        """Take all samples out of the queue and the batch, and return them, oldest first.
+
+        Nobody keeps pages, those who are held neither: they can still be resumed.
+        """
+        self.preempt_all()
+        while self._drop():
+            pass
+        samples = [sample for prefill in self.waiting for sample in prefill.samples]
+        self.waiting = []
+        self.last_was_prefill = False
+        return samples
+
+    def outdate(self) -> None:
+        """Keep what is cached for those who have it, and let no other find it: the weights change."""
+        self.pages.reset()
+        for entry in (*self.running, *self.held, *self.waiting):
+            entry.stale = entry.cached > 0
 
     def resume(self, stopped: Sample, sample: Sample) -> None:
         """Queue `sample`, whose prompt begins with the text of `stopped`, in the place of that."""
@@ -176,6 +210,7 @@ class Scheduler:
             prefill.pages = stopped.pages
             prefill.cached = stopped.cached
             prefill.slot = stopped.slot
+            prefill.stale = stopped.stale
             stopped.clear()
         self._return(prefill)
 
@@ -211,8 +246,7 @@ class Scheduler:
     def prefilled(self, prefill: Prefill, tokens: int) -> None:
         """Record that the next `tokens` of `prefill` are in its pages."""
         prefill.cached += tokens
-        if self.reuse:
-            self.pages.insert(prefill.tokens[: prefill.cached], prefill.pages)
+        self._publish(prefill)
 
     def decoded(
         self,
@@ -355,6 +389,11 @@ class Scheduler:
         sample.cached = prefill.length
         self.running.append(sample)
 
+    def _publish(self, entry: Sample | Prefill) -> None:
+        """Let prompts that begin like a sequence find its full pages."""
+        if self.reuse and not entry.stale:
+            self.pages.insert(entry.tokens[: entry.cached], entry.pages)
+
     def _fork(self, prefill: Prefill, sample: Sample, work: Schedule) -> bool:
         """Share the full pages and copy the last one. Return False if no page is left for it."""
         # full pages, and tokens in the last, partly filled one
@@ -368,6 +407,7 @@ class Scheduler:
         self.pages.incref(prefill.pages[:full])
         sample.pages = prefill.pages[:full] + tail
         sample.slot = self._slot()
+        sample.stale = prefill.stale
         work.page_copies += [(prefill.pages[full], page) for page in tail]
         work.slot_copies.append((prefill.slot, sample.slot))
         return True
@@ -377,6 +417,7 @@ class Scheduler:
         # with other samples left, the prefill stays in `waiting`
         sample.pages = prefill.pages
         sample.slot = prefill.slot
+        sample.stale = prefill.stale
         prefill.clear()
         self.resident.remove(prefill)
         if not prefill.samples:
@@ -448,8 +489,7 @@ class Scheduler:
     def _free(self, entry: Sample | Prefill) -> None:
         """Free what a sequence has in the caches, if anything."""
         # before they are freed: a prompt that continues this text finds them
-        if self.reuse:
-            self.pages.insert(entry.tokens[: entry.cached], entry.pages)
+        self._publish(entry)
         self.pages.free(entry.pages)
         if entry.slot is not None:
             self.slots.append(entry.slot)

@@ -55,6 +55,23 @@ class Texts:
             )
         return self.tokenizer
 
+    def _wrote_stop(self, sample: Sample, tokens: list[int]) -> bool:
+        """Return whether the text's end holds a stop string.
+
+        Only the last tokens are decoded: at most four for each character of the longest string,
+        which has up to four bytes, and five more. The first of them is context, whose own text is
+        left out: many vocabularies drop a space at the start of a text.
+        """
+        length = 4 * max(map(len, sample.params.stop)) + 5
+        end = (sample.prompt[-1:] + sample.produced[-length:] + tokens)[-length:]
+        # a stop string may hold special tokens, or stand around some that are not shown
+        for special in (False, True):
+            before = self.tokenizer.decode(end[:1], special)
+            text = self.tokenizer.decode(end, special)
+            if any(stop in text[len(before) :] for stop in sample.params.stop):
+                return True
+        return False
+
     def generate_text(
         self,
         prompts: Sequence[Prompt],

@@ -91,7 +91,7 @@ def test_settings_of_reinforcement_learning_are_the_recipes(row_id):
     )
     differs = REFERENCES[CONFIG_OF[row_id]].get("differs", "")
     assert ("routers" in differs) == (getattr(config.model.config, "num_experts", 0) > 0)
-    assert ("new weights" in differs) == ("in-flight" in settings["refit"])
+    assert grpo.in_flight == ("in-flight" in settings["refit"]) and "weights" not in differs
 
 
 @pytest.mark.parametrize("row_id", ROWS)

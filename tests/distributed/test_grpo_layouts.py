@@ -310,7 +310,7 @@ def collect_counted(tree):
     whole.loop.worker.reward = lambda response, answer, row: (
         answers.append(answer) or oddness(response, answer, row)
     )
-    groups, _ = whole.loop.collect()
+    groups = whole.loop.collect()
     return groups, len(answers)
 
 

@@ -8,7 +8,7 @@ import pytest
 from minitrain.data.chat.chat_templates import choose_template
 from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.examples.calculator import Calculator, calculate
-from minitrain.examples.guessing import Guessing
+from minitrain.examples.guessing import Guessing, OneToThree
 from minitrain.grpo.environments import Reply
 from tests.helpers.chats import published, specials_in, tokenizer_with
 
@@ -113,3 +113,18 @@ def test_the_rules_of_the_game():
             messages, found, done = game.step(Reply(guess))
             heard += [message["content"] for message in messages]
         assert (heard, found, done) == (told, reward, True)
+
+
+def test_who_listens_always_wins_the_recipes_game():
+    """In two turns, whatever the digit: ten of them make three, four and three games of each number."""
+    numbers = []
+    for digit in "0123456789":
+        game = OneToThree()
+        assert game.reset({"prompt": digit}) == [{"role": "user", "content": "1 to 3?"}]
+        messages, reward, done = game.step(Reply("2"))
+        if not done:
+            guess = {"more": "3", "less": "1"}[messages[0]["content"]]
+            messages, reward, done = game.step(Reply(guess))
+        assert (reward, done) == (1.0, True)
+        numbers.append(game.number)
+    assert [numbers.count(number) for number in (1, 2, 3)] == [4, 3, 3]

@@ -544,5 +544,4 @@ def test_evaluation_counts_what_environments_reward():
 
 def go_on_and_win(self, episode, answer):
     episode.score = 1.0
-    self.end(episode)
     return False

@@ -281,11 +281,11 @@ def test_a_stale_sampler_is_caught(tmp_path):
     """The weights move between sampling and training, as if a weight sync had been forgotten."""
     run = GrpoTask(configs.from_dict(PLAIN), tmp_path)
     run.begin()
-    groups, _ = run.loop.collect()
+    groups = run.loop.collect()
     fresh = run.policy.learn(groups, step=0)
     assert fresh["token_mult_prob_error"] < 1 + 1e-4 and abs(fresh["generation_kl_error"]) < 1e-6
     run.loop.update_sampler()
-    groups, _ = run.loop.collect()
+    groups = run.loop.collect()
     with torch.no_grad():
         for parameter in run.policy.model.parameters():
             parameter.mul_(1.05)

@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import sys
+from contextlib import nullcontext
 from decimal import Decimal
 from statistics import stdev
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from minitrain.grpo.rollouts import (
 )
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.rollout.sampling import Completion
+from minitrain.rollout.scheduler import Sample
 from minitrain.run.config import load as configs
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.launch.start import start
@@ -334,19 +335,29 @@ class Scripted:
         self.right = right  # of the samples of the n-th prompt that it ever sees
         self.seen = itertools.count()
         self.requests = []
+        self.weights = SimpleNamespace(in_use=nullcontext)
+        self.version = 0
 
-    def generate(self, prompts, params):
-        completions = []
-        for prompt, request in zip(prompts, params, strict=True):
-            right = self.right[next(self.seen) % len(self.right)]
-            self.requests.append(request)
-            answer = prompt[:-1][::-1]
-            for i in range(request.n):
-                tokens = [*answer, 257] if i < right else [48]
-                completions.append(
-                    Completion(tokens, [-1.0] * len(tokens), "stop" if i < right else "length")
-                )
-        return completions
+    def submit(self, prompt, request):
+        right = self.right[next(self.seen) % len(self.right)]
+        self.requests.append(request)
+        answer = prompt[:-1][::-1]
+        return [
+            said([*answer, 257], "stop") if i < right else said([48]) for i in range(request.n)
+        ]
+
+    def pause(self):
+        return []
+
+    def go_on(self, samples):
+        pass
+
+
+def said(tokens, finish_reason="length"):
+    """A sample that has ended."""
+    return Sample(
+        [], None, 0, 0, 0, tokens, [-1.0] * len(tokens), [[0, 0]], finish_reason=finish_reason
+    )
 
 
 def worker(right, seed=0, **grpo):
@@ -468,10 +479,7 @@ def test_length_costs_all_where_a_response_is_cut_off(limit):
         config, None, SimpleNamespace(decode=str), (), lambda *_: 1, 0, 1, None
     )
     assert len(problem.prompt) == 29 and sampling.request(problem, 0, 1, False).max_tokens == 4
-    lengths = [
-        sampling.rewarded(0, problem, Completion([1] * n, [-1.0] * n, "length")).reward
-        for n in (2, 3, 4)
-    ]
+    lengths = [sampling.rewarded(0, problem, said([1] * n)).reward for n in (2, 3, 4)]
     assert lengths == [1, 0.5, 0]
 
 
@@ -581,9 +589,9 @@ def test_groups_without_signal_fill_up_after_the_last_round():
 def test_an_epoch_has_each_problem_once():
     """However many rounds a step takes; by brute force, over three epochs."""
     sampling, problems = worker([2, 1, 0, 3, 4, 0, 0, 1, 2], generations=4, mock_digits=2)
-    seen, sample, taken = [], sampling.sample, 0
-    sampling.sample = lambda chosen, *more: (
-        seen.extend(problem.answer for problem in chosen) or sample(chosen, *more)
+    seen, begin, taken = [], sampling.begin, 0
+    sampling.begin = lambda chosen, *more: (
+        seen.extend(problem.answer for problem in chosen) or begin(chosen, *more)
     )
     size, rounds = len(problems), set()
     while taken < 3 * size:
@@ -892,6 +900,14 @@ def test_states_of_other_ranks_or_rewards(monkeypatch):
         (
             {"grpo": {"generation_ranks": 2}},
             "grpo.generation_ranks=2 of their own need grpo.lag=1",
+        ),
+        (
+            {"grpo": {"in_flight": True}},
+            "grpo.in_flight=true begins the .* it needs grpo.lag=1 or more",
+        ),
+        (
+            {"grpo": {"in_flight": True, "lag": 1, "in_flight_cache": "keep"}},
+            "grpo.in_flight_cache=keep: .*use grpo.keep_cache=true, or generation_ranks",
         ),
         (
             {"grpo": {"ratio": "sequence"}, "parallel": {"cp": 2}},

@@ -62,6 +62,9 @@ CASES = {
     "one process": Case(1, TINY),
     "FSDP, asynchronous": Case(2, TINY | {"checkpoint": {"every": 3, "asynchronous": True}}),
     "GRPO": Case(1, TINY | GRPO),
+    "GRPO in flight": Case(
+        1, TINY | GRPO | {"grpo": GRPO["grpo"] | {"lag": 2, "in_flight": True}}
+    ),
 }
 
 

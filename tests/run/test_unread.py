@@ -83,6 +83,7 @@ READ = {
     "grpo.importance_high": [{"grpo.importance": "truncate"}],
     "grpo.overlong_penalty": [{"grpo.overlong_buffer": 4}],
     "grpo.warmup_lr": [{"grpo.warmup_steps": 4}],
+    "grpo.in_flight_cache": [{"grpo.in_flight": True, "grpo.lag": 1}],
     "grpo.eval_samples": [{"validation.every": 1}],
     "diffusion": [{"task": "diffusion"}],
     "dpo": [{"task": "dpo"}],

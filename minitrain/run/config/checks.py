@@ -25,7 +25,7 @@ from minitrain.run.config.layout_checks import (
     tensor_faults,
     unused_pipeline_faults,
 )
-from minitrain.settings import Config
+from minitrain.settings import GRPO, Config
 from minitrain.training.distillation import BASE
 from minitrain.training.mtp_loss import trains_further
 from minitrain.training.sigmas import check_diffusion
@@ -465,13 +465,26 @@ def _grpo_faults(c: Config) -> Faults:
         f"need (use cp=1)",
     )
     yield from sampler_faults(c)
+    yield from _lag_faults(g)
+
+
+def _lag_faults(g: GRPO) -> Faults:
     yield (
         g.offload and (g.lag or g.keep_cache),
         "grpo.offload=true is for ranks that train or sample: it needs lag=0 and keep_cache=false",
     )
     yield (
         g.generation_ranks and not g.lag,
-        f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1",
+        f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1 or more",
+    )
+    yield (
+        g.in_flight and not g.lag,
+        "grpo.in_flight=true begins the responses of later steps: it needs grpo.lag=1 or more",
+    )
+    yield (
+        g.in_flight and g.in_flight_cache == "keep" and not (g.generation_ranks or g.keep_cache),
+        "grpo.in_flight_cache=keep: the ranks train between, which frees the cache (use "
+        "grpo.keep_cache=true, or generation_ranks)",
     )
 
 
@@ -490,6 +503,11 @@ def _replay_faults(c: Config) -> Faults:
             f"grpo.replay_routing=true with {name}={size}: ranks do not know the experts of all their tokens "
             f"(use {name}=1)",
         )
+    yield (
+        c.grpo.in_flight,
+        "grpo.replay_routing=true with in_flight=true: the experts of a response would be of several weights "
+        "(use false for one of them)",
+    )
     yield (
         c.compile,
         "grpo.replay_routing=true has not been tried with compile=true (use false for one of them)",

@@ -110,6 +110,7 @@ READERS: dict[str, Reader] = {
     "grpo.importance_high": CORRECTION,
     "grpo.overlong_penalty": Reader("grpo.overlong_buffer", lambda c: c.grpo.overlong_buffer),
     "grpo.warmup_lr": Reader("grpo.warmup_steps", lambda c: c.grpo.warmup_steps),
+    "grpo.in_flight_cache": Reader("grpo.in_flight", lambda c: c.grpo.in_flight),
     "grpo.eval_samples": VALIDATION,
 }
 

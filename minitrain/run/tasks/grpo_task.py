@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,12 +145,13 @@ class GrpoTask:
         """Load the newest checkpoint, or warm up; return the number of steps that are done."""
         first = 0
         last = {}
-        states = None
+        states = in_flight = None
         grpo = self.config.grpo
         if self.policy:
             if self.folder is not None:
                 first, last, extra = resume(self.checkpointer, self.config, self.policy.trainer)
                 states = extra.get("rewards")
+                in_flight = extra.get("in_flight") if grpo.in_flight else None
             if not first:
                 self.policy.warm_up(self.problems)
             # with adapters, the reference is the model without them
@@ -158,9 +159,11 @@ class GrpoTask:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.policy.keep_reference(kept, resumed=first > 0)
         wait_for_all()
-        self.first, self.last, states = self.loop.tell((first, last, states), 0)
+        known = self.loop.tell((first, last, states, in_flight), 0)
+        self.first, self.last, states, in_flight = known
         together(self.everyone, self.load_reward, states)
-        self.loop.begin(self.last.get("problems", first * grpo.prompts * grpo.generations))
+        taken = self.last.get("problems", self.first * grpo.prompts * grpo.generations)
+        self.loop.begin(taken, self.first, in_flight)
         return self.first
 
     def about(self) -> Iterator[str]:
@@ -190,8 +193,11 @@ class GrpoTask:
         self, first: int, stays: Callable[[int], bool] = lambda step: True
     ) -> Iterator[dict[str, Any]]:
         # `stays` is not needed: the host reads the samples, so it waits for the device in every step
-        coming = self.kept(first) if self.config.grpo.lag and first else None
-        return self.loop.steps(first, coming)
+        grpo = self.config.grpo
+        # in flight, what has been drawn is in the checkpoint
+        queued = grpo.lag if first and not grpo.in_flight else 0
+        coming = map(self.kept, range(first, min(first + queued, self.config.steps)))
+        return self.loop.steps(first, takewhile(bool, coming))
 
     def load_reward(self, kept: dict | None) -> None:
         """Load the state that a checkpoint has kept of this rank's reward, if any."""
@@ -218,6 +224,8 @@ class GrpoTask:
             name = self.config.grpo.reward
             state = together(self.everyone, reward_state, self.reward, name)
             more["rewards"] = {"reward": name, "states": gather(state, self.everyone)}
+        if self.config.grpo.in_flight:
+            more["in_flight"] = self.loop.in_flight()
         if self.policy:
             self.loop.memory.hold("training")
             save_step(self.checkpointer, numbers, self.policy.trainer, **more)
@@ -260,7 +268,7 @@ class GrpoTask:
         def read() -> list[Group] | None:
             if self.rollouts(step).exists():
                 groups = read_rollouts(self.rollouts(step))
-                if fits(groups, self.config):
+                if fits(groups, self.config, step):
                     return groups
 
         return lead(self.everyone, read)
@@ -300,15 +308,21 @@ def divide_ranks(config: Config, training: range, device_type: str) -> Ranks:
     tp = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "tp"))["tp"]
     set_timeout(config.timeout_s, tp.get_all_groups())
     sampler = None
-    if config.grpo.environment and config.rollout.tp > 1:
+    if (config.grpo.environment or config.grpo.in_flight) and config.rollout.tp > 1:
         sampler, _ = dist.new_subgroups(config.rollout.tp, timeout=timeout, backend="gloo")
     return Ranks(training, sampling, samplers, everyone, tp, sampler)
 
 
-def fits(groups: list[Group], config: Config) -> bool:
-    """Return True if these groups were sampled with the present settings, and are those of one step."""
+def fits(groups: list[Group], config: Config, step: int) -> bool:
+    """Return True if these groups were sampled with the present settings, and are those of one step.
+
+    None of their tokens may be older than `step` allows.
+    """
     settings = sampling_settings(config)
     sizes = [len(group) for group in groups]
     return sizes == [config.grpo.group] * config.grpo.prompts and all(
-        response.settings == settings and response.problems for response in chain(*groups)
+        response.settings == settings
+        and response.problems
+        and all(step - version <= config.grpo.lag for _, version in response.versions)
+        for response in chain(*groups)
     )

@@ -1,0 +1,229 @@
+"""Responses that are older than the weights they train: their versions, the queue, and runs that go on."""
+
+import shutil
+from itertools import chain, pairwise
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from minitrain.data.chat.problems import open_problems
+from minitrain.grpo.batches import Response
+from minitrain.grpo.policy_loop import describe_ages
+from minitrain.models.decoder import Decoder
+from minitrain.parallel.shards import full_tensor
+from minitrain.run.config import load as configs
+from minitrain.run.tasks import grpo_task
+from minitrain.run.tasks.grpo_task import GrpoTask
+from minitrain.run.tasks.rollout_files import read_rollouts
+from tests.helpers.environments import ENDS
+from tests.helpers.grpo import TREE
+from tests.helpers.kill import MEASURED
+from tests.helpers.sampling import trainer_logprobs
+
+STEPS = 5
+# rows of the sampler, for which the 12 samples of each step that has begun wait
+SLOTS = 8
+TALKS = {"environment": "tests.helpers.environments:Scripted", "environment_wait": 60.0}
+
+
+def tree_of(lag, **grpo):
+    return TREE | {
+        "steps": STEPS,
+        "batch": {"global": 12, "micro": 2, "seq_len": 48},
+        "grpo": {
+            "prompts": 3,
+            "group": 4,
+            "mock_digits": 2,
+            "lag": lag,
+            "importance": "truncate",
+            "reward": "tests.helpers.grpo:oddness",
+            "eval_samples": 2,
+        }
+        | grpo,
+        "rollout": {"max_tokens": 24, "slots": SLOTS},
+        "optim": {"lr": 1e-2},
+        "validation": {"every": 1, "batches": 1},
+    }
+
+
+def run(tree, folder, saves=(), validates=True):
+    """A run's log, weights at the beginning of each step and at the end, and what its worker was to the end."""
+
+    def with_ends(config):
+        return *open_problems(config)[:3], ENDS
+
+    with patch.object(grpo_task, "open_problems", with_ends):
+        task = GrpoTask(configs.from_dict(tree), folder)
+    first = task.begin()
+    weights = [weights_of(task)]
+    lines = []
+    for line in task.steps(first):
+        lines.append(line)
+        weights.append(weights_of(task))
+        if line["step"] in saves:
+            task.save(line)
+        if validates:
+            task.finish(line, lambda: "")
+    task.wait()
+    return lines, weights, task
+
+
+def weights_of(task):
+    state = task.policy.model.state_dict() if task.policy else {}
+    return {name: full_tensor(x.detach()).clone() for name, x in state.items()}
+
+
+def responses(folder, step):
+    return list(chain(*read_rollouts(folder / f"rollouts/step-{step + 1:08d}.jsonl")))
+
+
+def check_log_probs(config, folder, weights, most):
+    """Every drawn token's log-probability is that of a full pass with the weights of its version.
+
+    Returns the versions of each response's tokens, by step.
+    """
+    model = Decoder(config.model.config)
+    found = []
+    for step in range(STEPS):
+        found.append([])
+        for response in responses(folder, step):
+            versions, drawn = response.token_versions(), response.drawn()
+            assert len(versions) == len(response.response)
+            assert (versions <= step).all() and (versions >= step - most).all()
+            found[-1].append(versions.tolist())
+            for version in set(versions):
+                model.load_state_dict(weights[version])
+                own = trainer_logprobs(model, response.prompt, response.response).numpy()
+                chosen = drawn & (versions == version)
+                np.testing.assert_allclose(
+                    np.array(response.log_probs)[chosen], own[chosen], atol=5e-5, rtol=0
+                )
+    return found
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_queue_keeps_responses_for_as_many_steps(tmp_path, lag):
+    tree = tree_of(lag)
+    lines, weights, _ = run(tree, tmp_path, validates=False)
+    found = check_log_probs(configs.from_dict(tree), tmp_path, weights, lag)
+    ages = [min(step, lag) for step in range(STEPS)]
+    for step, age in enumerate(ages):
+        assert {version for versions in found[step] for version in versions} == {step - age}
+    assert [line.get("age", 0) for line in lines] == ages
+    assert [line.get("age_max", 0) for line in lines] == ages
+    # each step has the next problems
+    assert [line["problems"] for line in lines] == [3, 6, 9, 12, 15]
+
+
+def simulated(lag, lengths):
+    """The version of each token, if the first samples that have begun produce one token after the other.
+
+    lengths: of the responses of each step.
+    """
+    versions = [[[] for _ in step] for step in lengths]
+
+    def ended(step):
+        return all(map(lambda v, n: len(v) == n, versions[step], lengths[step]))
+
+    for step in range(STEPS):
+        while not ended(step):
+            begun = slice(step, min(step + lag + 1, STEPS))
+            samples = zip(chain(*versions[begun]), chain(*lengths[begun]), strict=True)
+            for one in [one for one, length in samples if len(one) < length][:SLOTS]:
+                one.append(step)
+    return versions
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_in_flight_no_step_waits_for_later_ones(tmp_path, lag):
+    tree = tree_of(lag, in_flight=True)
+    lines, weights, _ = run(tree, tmp_path)
+    found = check_log_probs(configs.from_dict(tree), tmp_path, weights, lag)
+    lengths = [[len(versions) for versions in step] for step in found]
+    assert found == simulated(lag, lengths)
+    assert sum(len(set(versions)) > 1 for versions in chain(*found)) > 5
+    for step, line in enumerate(lines):
+        ages = step - np.concatenate(found[step])
+        assert line["age"] == pytest.approx(ages.mean()) and line["age_max"] == ages.max() <= lag
+    assert max(line["age_max"] for line in lines) > lag / 2
+
+
+def test_in_flight_rounds_of_sampling_take_what_has_begun(tmp_path):
+    """With groups that are replaced, a step takes several rounds; each problem is in one step."""
+    reward = "tests.distributed.test_grpo_layouts:of_some"
+    tree = tree_of(2, in_flight=True, generations=3, reward=reward)
+    lines, weights, task = run(tree, tmp_path)
+    check_log_probs(configs.from_dict(tree), tmp_path, weights, 2)
+    taken = [0, *(line["problems"] for line in lines)]
+    counts = [after - before for before, after in pairwise(taken)]
+    assert set(counts) <= {3, 6, 9} and len(set(counts)) > 1
+    for step in range(STEPS):
+        known = {p.answer for p in task.problems.take(taken[step], counts[step])}
+        assert {r.answer for r in responses(tmp_path, step)} <= known
+
+
+def test_in_flight_samples_talk_to_their_environments(tmp_path):
+    """Tokens of all turns have versions, and what is given is neither drawn nor learned."""
+    tree = tree_of(2, in_flight=True, turns=3, reward="exact", **TALKS)
+    lines, weights, _ = run(tree, tmp_path)
+    found = check_log_probs(configs.from_dict(tree), tmp_path, weights, 2)
+    every = [response for step in range(STEPS) for response in responses(tmp_path, step)]
+    assert sum(len(set(versions)) > 1 for versions in chain(*found)) > 5
+    assert sum(bool(response.given) for response in every) > 10
+    assert all(line["failed"] == 0 for line in lines)
+
+
+def same(before, after):
+    for one, other in zip(before, after, strict=True):
+        assert one.keys() == other.keys()
+        assert all(one[key] == other[key] for key in one if not key.endswith(MEASURED))
+
+
+@pytest.mark.parametrize(
+    "grpo",
+    [
+        {"lag": 3},
+        {"lag": 1, "in_flight": True},
+        {"lag": 3, "in_flight": True, "keep_cache": True},
+        {"lag": 2, "in_flight": True, "generations": 2},
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_what_was_in_the_queue(tmp_path, grpo):
+    """To the bit: metrics, evaluations, responses and weights."""
+    tree = tree_of(**grpo)
+    at_once, weights, _ = run(tree, tmp_path, saves=[2])
+    before = [responses(tmp_path, step) for step in range(STEPS)]
+    resumed, again, _ = run(tree, tmp_path)
+    same(at_once[2:], resumed)
+    assert [responses(tmp_path, step) for step in range(STEPS)] == before
+    assert all(torch.equal(tensor, again[-1][name]) for name, tensor in weights[-1].items())
+
+
+def test_responses_that_are_too_old_are_drawn_again(tmp_path):
+    """With a lag that is less now; and with other settings, whatever has been drawn in flight."""
+    run(tree_of(3), tmp_path, saves=[3], validates=False)
+    assert [r.versions[0] for r in responses(tmp_path, 3)] == [[0, 0]] * 12
+    run(tree_of(1), tmp_path, validates=False)
+    assert [r.versions for r in responses(tmp_path, 3)] == [[[0, 3]]] * 12
+    flying = tmp_path / "flying"
+    run(tree_of(3, in_flight=True), flying, saves=[2])
+    again = tmp_path / "again"
+    shutil.copytree(flying, again)
+    lines, *_ = run(tree_of(1, in_flight=True), flying)
+    assert lines[0]["step"] == 3 and max(line["age_max"] for line in lines) == 1
+    lines, *_ = run(
+        tree_of(3, in_flight=True) | {"rollout": {"max_tokens": 20, "slots": SLOTS}}, again
+    )
+    assert lines[0]["step"] == 3 and lines[0]["age_max"] == 0
+    assert max(len(r.response) for r in responses(again, 2)) <= 20
+
+
+def test_ages_of_drawn_tokens():
+    response = Response(0, [1], [5, 6, 7, 8, 9], [0.0] * 5, False, 0.0, 0.0, "", "")
+    assert describe_ages([[response]], 4) == {"age": 0.0, "age_max": 0}
+    response.versions, response.given = [[0, 1], [3, 4]], [[1, 2]]
+    assert response.token_versions().tolist() == [1, 1, 1, 4, 4]
+    assert describe_ages([[response]], 4) == {"age": 1.5, "age_max": 3}
