@@ -292,7 +292,7 @@ class RolloutWorker:
             score + self.penalty(problem.prompt, tokens),
             text,
             problem.answer,
-            routes=packed_routes(completion.routes),
+            routes=packed_routes(sample.routes),
             versions=sample.versions,
         )
 
