@@ -51,6 +51,7 @@ NOT_KEPT = {
     "num_key_value_heads",
     "head_dim",
     "layer_types",
+    "no_rope_layers",
     "layers_block_type",
     "hybrid_override_pattern",
     "num_hidden_layers",

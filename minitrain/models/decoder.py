@@ -54,7 +54,6 @@ class Block(nn.Module):
         if mixer == "attention":
             attention = LatentAttention if config.kv_lora_rank else GroupedQueryAttention
             self.self_attn = attention(config)
-            self.windowed = config.windowed(layer)
         if mixer == "mamba":
             self.mamba = Mamba2(hidden, config.mamba, config.norm_eps)
         if mlp:
@@ -70,20 +69,18 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         mask: Mask | None,
         document_ids: Tensor | None = None,
-        window_mask: Mask | None = None,
         cache=None,
     ) -> Tensor:
         """Return [batch, seq, hidden], as x.
 
-        rotary: from `rotary_tables`. window_mask: the mask of layers with a sliding window.
+        rotary, mask: those of this layer; rotary is from `rotary_tables`.
         document_ids: int [batch, seq], for Mamba-2, which has no mask, and for routers, which do
             not count padding.
         cache: this layer's. During prefill the last layer skips its MLP (`output_unused`): nothing
             reads its output.
         """
         if self.self_attn is not None:
-            seen = window_mask if self.windowed else mask
-            x = x + self.self_attn(self.input_layernorm(x), rotary, seen, cache)
+            x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
         if self.mamba is not None:
             x = x + self.mamba(self.input_layernorm(x), document_ids, cache)
         if self.mlp is None or (cache is not None and cache.output_unused):
@@ -237,9 +234,11 @@ class Decoder(nn.Module):
 
         def run(number: str, *inputs: Tensor) -> Tensor:
             """Return [batch, seq, hidden], as inputs: a layer's, and for a further one embeddings."""
-            layer_cache = None if cache is None else cache[int(number)]
-            layer = self.model.layers[number]
-            return layer(*inputs, rotary, masks[0], document_ids, masks[1], layer_cache)
+            layer = int(number)
+            layer_cache = None if cache is None else cache[layer]
+            turned = rotary if self.config.rotates(layer) else None
+            mask = masks[self.config.windowed(layer)]
+            return self.model.layers[number](*inputs, turned, mask, document_ids, layer_cache)
 
         return run
 

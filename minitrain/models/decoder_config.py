@@ -146,6 +146,7 @@ class DecoderConfig:
     rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_scaling: dict | None = None  # as in config.json, of rope_type llama3 or yarn
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated
+    no_rope_layer_interval: int = 0  # one of so many layers, the last, rotates nothing; 0: none
 
     # --- latent attention
 
@@ -357,6 +358,15 @@ class DecoderConfig:
 
     def windowed(self, layer: int) -> bool:
         return bool(self.sliding_window) and layer % 2 == 0
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer rotates queries and keys by their positions."""
+        every = self.no_rope_layer_interval
+        return self.position_embedding == "rotary" and not (every and (layer + 1) % every == 0)
+
+    def kind(self, layer: int) -> tuple:
+        """Return what tells a layer from others: equal kinds compute the same on equal inputs."""
+        return *self.parts(layer), self.windowed(layer), self.rotates(layer)
 
     @property
     def mamba(self) -> MambaShape:

@@ -185,6 +185,16 @@ ZOO: dict[str, dict] = {
         bos_token_id=151643,
         eos_token_id=151645,
     ),
+    "smollm3-3b": _LLAMA3
+    | _size(2048, 11008, 36, 16, num_key_value_heads=4, norm_eps=1e-6)
+    | dict(
+        family="smollm3",
+        max_position_embeddings=65536,
+        rope_theta=5e6,
+        no_rope_layer_interval=4,
+        tie_word_embeddings=True,
+        eos_token_id=128012,
+    ),
     "nemotron4-15b": _NEMOTRON4
     | _size(6144, 24576, 32, 48, head_dim=128, initializer_range=0.0134),
     "nemotron4-340b": _NEMOTRON4

@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from minitrain import InputError, load_pretrained
@@ -64,6 +65,14 @@ CONFIGS = {
     ),
     "qwen3-tied": lambda: Qwen3Config(
         **_SIZES, head_dim=16, rms_norm_eps=1e-3, tie_word_embeddings=True
+    ),
+    "smollm3": lambda: SmolLM3Config(
+        **_SIZES,
+        rms_norm_eps=1e-3,
+        no_rope_layer_interval=2,
+        tie_word_embeddings=False,
+        rope_parameters=_theta(1000.0),
+        pad_token_id=None,
     ),
     "nemotron": lambda: NemotronConfig(**_SIZES, norm_eps=1e-3, partial_rotary_factor=0.5),
 }
