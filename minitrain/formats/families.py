@@ -69,6 +69,8 @@ class Family:
     rope_theta: float = 10000.0
     # the default of rope_scaling
     rope: dict = default(default_factory=dict)
+    # the default of window_rope_theta, or 0 for rope_theta; None: there is no such setting
+    window_rope: float | None = None
     # the default of norm_topk_prob; None: no such key, and it is always true
     norm_topk: bool | None = None
     # False: the head is stored separately, whatever tie_word_embeddings says
@@ -186,6 +188,20 @@ FAMILIES = {
         fields=_keys("no_rope_layer_interval"),
         rope_theta=2e6,
         defaults=with_smollm3_defaults,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        dict(attention_bias=False),
+        fields=_keys("sliding_window"),
+        rope_theta=500000.0,
+        window_rope=0.0,
+        fixed=dict(
+            norm_position="after", qk_norm=True, qk_norm_over_heads=True, sliding_window_pattern=4
+        ),
+        renamed={
+            ".mixer_output_norm.": ".post_attention_layernorm.",
+            ".mlp_output_norm.": ".post_feedforward_layernorm.",
+        },
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
