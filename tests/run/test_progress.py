@@ -89,6 +89,15 @@ def test_no_figure_of_the_bar_is_cut(monkeypatch):
             "1.300 nats = 1.876 bits/byte",
         ),
         ({"val_loss": 1.3, "val_exact_match": 0.946}, "1.300 nats, exact match 94.6%"),
+        (
+            {
+                "val_loss": 1.3,
+                "val_mtp_loss": 2.4,
+                "val_mtp_acceptance": 0.38,
+                "val_bits_per_byte": 1.876,
+            },
+            "1.300 nats = 1.876 bits/byte, mtp loss 2.400 nats, mtp acceptance 38.0%",
+        ),
         ({"val_loss": 0.5, "video_tokens": 8.0}, "0.500"),
         ({"val_loss": 25.0, "reward_accuracy": 0.5}, "25.000"),  # IPO's is a square
         (
