@@ -350,7 +350,7 @@ class Caches:
         self.drafts: Caches | None = None
 
     def add_drafts(self, config: DecoderConfig, layers: range) -> None:
-        """Make `drafts` for layers of another model, or for further ones of this."""
+        """Make `drafts` for the layers of another model, or for this one's MTP layer."""
         if layers.start and self.layers[-1]:
             # these read its output, also of a prompt's tokens
             self.layers[-1].last = False

@@ -201,8 +201,8 @@ def few(config: Config) -> int:
 def stages_of(config: Config, place: int) -> dict[int, dict]:
     """Return the stages of a place in the pipeline, see `local_stages`."""
     model = config.model.config
-    further = model.num_nextn_predict_layers
-    return local_stages(config.parallel, model.num_layers, place, further)
+    mtp_layers = model.num_nextn_predict_layers
+    return local_stages(config.parallel, model.num_layers, place, mtp_layers)
 
 
 def representatives(config: Config) -> dict[int, int]:

@@ -28,7 +28,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import local_shard
 from minitrain.settings import Config
 from minitrain.training.footprint import check_fits
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 
 
 def build_model(
@@ -99,8 +99,8 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         )
     if config.lora and config.lora.base != "bf16":
         freeze(model.blocks, config.lora.base)
-    if getattr(model, "further_layers", ()) and not trains_further(config):
-        for layer in model.further_layers:
+    if getattr(model, "mtp_layers", ()) and not trains_mtp(config):
+        for layer in model.mtp_layers:
             layer.requires_grad_(False)
     return model
 

@@ -27,7 +27,7 @@ from minitrain.run.config.layout_checks import (
 )
 from minitrain.settings import GRPO, Config
 from minitrain.training.distillation import BASE
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 from minitrain.training.sigmas import check_diffusion
 
 VIDEOS = ("latents", "shapes")
@@ -338,7 +338,7 @@ def _language_faults(c: Config) -> Faults:
         f"model.num_labels={model.num_labels}: a model with a score as its head is for task=reward, not {c.task}",
     )
     yield (
-        c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
+        c.task == "grpo" and c.grpo.aggregation != "token" and trains_mtp(c),
         f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "
         f"(use aggregation=token, or mtp_weight=0)",
     )
