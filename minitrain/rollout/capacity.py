@@ -63,24 +63,24 @@ def fitting_pages(
     records: as for `page_count`; of the first model, in int16.
     """
     page_bytes = 2 * page_size * routing_width(cached[0][0].config) if records else 0
-    widths = []
+    sizes = []
     for model, layers in cached:
         config = model.config
         if config.kv_lora_rank:
             # latents, which all of a rank's heads read
-            width = config.kv_lora_rank + config.qk_rope_head_dim
+            channels = config.kv_lora_rank + config.qk_rope_head_dim
             pools = 1
         else:
             # keys and values of this rank's heads
             heads = -(-config.num_key_value_heads // tensor_parallel_size(model))
-            width = heads * config.head_dim
+            channels = heads * config.head_dim
             pools = 2
-        widths.append(width)
+        sizes.append(channels)
         pools *= sum(config.parts(layer)[0] == "attention" for layer in layers)
-        page_bytes += page_size * width * pools * model.head_weight.dtype.itemsize
+        page_bytes += page_size * channels * pools * model.head_weight.dtype.itemsize
     head = cached[0][0].head_weight
     fitting = int(share * free_memory(head.device) / max(page_bytes, 1))
-    pages = torch.tensor(min(fitting, MAX_POOL_ELEMENTS // (page_size * max(widths)) - 1))
+    pages = torch.tensor(min(fitting, MAX_POOL_ELEMENTS // (page_size * max(sizes)) - 1))
     if isinstance(head, DTensor):
         pages = pages.to(head.device)
         mesh = head.device_mesh

@@ -136,7 +136,7 @@ class DraftingBatch(DecodingBatch):
     """The buffers in which samples are decoded with drafts of `drafter`; the rest as its base."""
 
     def __init__(self, drafter: DraftModel, *args, **named):
-        super().__init__(*args, **named, tokens=drafter.count + 1)
+        super().__init__(*args, **named, width=drafter.count + 1)
         self.drafter = drafter
         # over all that was drawn, then over one draft after the other
         first = self._pass(drafter.width)

@@ -101,10 +101,10 @@ class Sampler(Texts):
         # the models, with the layers that are cached
         self.cached = [(model, range(model.config.num_layers))]
         # the most tokens of a sample that a decoding step computes, and produces
-        self.tokens = 1
+        self.width = 1
         if self.drafter:
             self.cached.append((self.drafter.model, self.drafter.layers))
-            self.tokens += self.drafter.count
+            self.width += self.drafter.count
         self.weights = SamplerWeights(model, self.drafter and self.drafter.weights)
         self.ends = find_ends(model.config, tokenizer.eos_id if tokenizer else None)
         positions = self.config.max_position_embeddings
@@ -118,18 +118,18 @@ class Sampler(Texts):
         on_cuda = self.device.type == "cuda"
         for each, _ in self.cached if on_cuda else ():
             tp = tensor_parallel_size(each)
-            width = self.tokens if each is model else self.drafter.width
+            width = self.width if each is model else self.drafter.width
             check_page_size(self.settings.page_size, each.config, tp, width)
         # the most decoding steps in one schedule; the buffers hold the tokens of that number of steps
-        steps = self.settings.steps or (-(-16 // self.tokens) if on_cuda else 1)
+        steps = self.settings.steps or (-(-16 // self.width) if on_cuda else 1)
         self.steps = min(steps, self.longest)
         # the scheduler and the buffers, from the first request (`_allocate`) until `free`
         self.scheduler: Scheduler | None = None
         self.caches: Caches | None = None
         # rows -> the buffers of a decoding step
         self.batches: dict[int, DecodingBatch] = {}
-        # columns of a block table
-        self.width = 0
+        # of a block table
+        self.columns = 0
         self.graph_pool: tuple[int, int] | None = None
         # pages of the pool when it was last allocated
         self.page_count = 0
@@ -468,14 +468,14 @@ class Sampler(Texts):
         )
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(
-            pages, self.slots, settings.chunk, self.steps, reuse, self.tokens
+            pages, self.slots, settings.chunk, self.steps, reuse, self.width
         )
         # a slot for each sample that is decoded, and one for a prefill that waits for a row
         self.caches = Caches(self.config, pages.count, size, self.slots + 1, records=self.records)
         if self.drafter:
             self.caches.add_drafts(self.drafter.model.config, self.drafter.layers)
         # columns of a block table: a sample's most pages, and the null page for positions beyond
-        self.width = min(pages.needed(self.longest - 1), pages.count) + 1
+        self.columns = min(pages.needed(self.longest - 1), pages.count) + 1
         self.graph_pool = self._new_graph_pool()
 
     def _new_graph_pool(self) -> tuple[int, int] | None:
@@ -495,7 +495,7 @@ class Sampler(Texts):
                 self.weights,
                 self.caches,
                 rows,
-                width=self.width,
+                columns=self.columns,
                 steps=self.steps,
                 compiles_blocks=self.compiles,
                 compiles_sampling=self.settings.compile,

@@ -186,14 +186,14 @@ class PageMask:
         rows = len(step.slots)
         device = step.positions.device
         # torch's kernel for the CPU needs a list as long as the pool
-        width = step.pool_pages if device.type == "cpu" else step.block_table.shape[1]
+        columns = step.pool_pages if device.type == "cpu" else step.block_table.shape[1]
 
         def numbers(*shape):
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         # how many pages each sample attends to, and which
         self.count = numbers(rows, 1, 1)
-        self.pages = numbers(rows, 1, 1, width)
+        self.pages = numbers(rows, 1, 1, columns)
         size = step.page_size
         self.blocks = BlockMask.from_kv_blocks(
             self.count,
@@ -222,7 +222,7 @@ class PageMask:
     def update(self, step: DecodingStep) -> None:
         """Update the lists in place, by few kernels: each takes longer to launch than to run."""
         size = step.page_size
-        width = step.block_table.shape[1]
+        columns = step.block_table.shape[1]
         # [rows]: pages up to the last token's own
         count = step.column[step.width - 1 :: step.width] + 1
         # without a window all pages are listed: no key comes before the first
@@ -233,10 +233,10 @@ class PageMask:
             begin = (step.positions[:: step.width] - self.window + 1).clamp(min=0)
             first = begin // size
             # move the block table left, so that the list begins with the first visible page
-            columns = torch.arange(width, device=begin.device) + first[:, None]
-            pages = step.block_table.gather(1, columns.clamp(max=width - 1))
+            shifted = torch.arange(columns, device=begin.device) + first[:, None]
+            pages = step.block_table.gather(1, shifted.clamp(max=columns - 1))
             count = count - first
-        self.pages[:, 0, 0, :width].copy_(pages)
+        self.pages[:, 0, 0, :columns].copy_(pages)
         self.count[:, 0, 0].copy_(count)
         self.update_rule(step, begin)
 
