@@ -23,7 +23,7 @@ MAX_POOL_ELEMENTS = 2**31 - 1
 def page_count(
     cached: CachedLayers,
     settings: Rollout,
-    slots: int,
+    rows: int,
     longest: int,
     last_count: int = 0,
     records: bool = False,
@@ -35,8 +35,8 @@ def page_count(
         rollout.pages   if given
         last_count      if that many fit: kernels are compiled for the pool's size
         as many as      rollout.memory, a share of the free memory, has room for, but no more than
-                        `slots` samples of `longest` tokens fill. One more is for the last page of a
-                        prompt whose samples wait for a slot
+                        `rows` samples of `longest` tokens fill. One more is for the last page of a
+                        prompt whose samples wait for a row
 
     records: pages hold the experts of tokens, too. Raises InputError for more rollout.pages than fit.
     """
@@ -51,7 +51,7 @@ def page_count(
     if 0 < last_count <= fitting:
         return last_count
     # the last token is never cached
-    most = slots * -(-(longest - 1) // settings.page_size) + 1
+    most = rows * -(-(longest - 1) // settings.page_size) + 1
     return max(1, min(most, fitting_pages(cached, settings.page_size, settings.memory, records)))
 
 

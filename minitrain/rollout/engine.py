@@ -94,8 +94,8 @@ class Sampler(Texts):
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or Rollout()
-        # the most samples in a batch
-        self.slots = min(samples or self.settings.slots, self.settings.slots)
+        # the most samples that are decoded at once
+        self.rows = min(samples or self.settings.slots, self.settings.slots)
         self.config = model.config
         self.drafter = open_drafter(model, self.settings, draft)
         # the models, with the layers that are cached
@@ -142,7 +142,7 @@ class Sampler(Texts):
     def __repr__(self) -> str:
         return (
             f"Sampler(a {type(self.model).__name__} of {self.config.num_layers} layers on "
-            f"{self.device}, up to {self.slots:,} samples of {self.longest:,} tokens at once, "
+            f"{self.device}, up to {self.rows:,} samples of {self.longest:,} tokens at once, "
             f"{'busy' if self.busy else 'idle'})"
         )
 
@@ -464,14 +464,14 @@ class Sampler(Texts):
         reuse = "M" not in self.config.layer_pattern
         size = settings.page_size
         self.page_count = page_count(
-            self.cached, settings, self.slots, self.longest, self.page_count, self.records
+            self.cached, settings, self.rows, self.longest, self.page_count, self.records
         )
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(
-            pages, self.slots, settings.chunk, self.steps, reuse, self.width
+            pages, self.rows, settings.chunk, self.steps, reuse, self.width
         )
         # a slot for each sample that is decoded, and one for a prefill that waits for a row
-        self.caches = Caches(self.config, pages.count, size, self.slots + 1, records=self.records)
+        self.caches = Caches(self.config, pages.count, size, self.rows + 1, records=self.records)
         if self.drafter:
             self.caches.add_drafts(self.drafter.model.config, self.drafter.layers)
         # columns of a block table: a sample's most pages, and the null page for positions beyond
@@ -486,7 +486,7 @@ class Sampler(Texts):
 
     def _batch(self, samples: int) -> DecodingBatch:
         """Return the buffers for that many rows, rounded up to a power of two."""
-        rows = min(1 << (samples - 1).bit_length(), self.slots)
+        rows = min(1 << (samples - 1).bit_length(), self.rows)
         rows = -(-rows // self.tp) * self.tp
         if rows not in self.batches:
             make = partial(DraftingBatch, self.drafter) if self.drafter else DecodingBatch

@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def pages_of(sampler: Sampler) -> int:
-    return capacity.page_count(sampler.cached, sampler.settings, sampler.slots, sampler.longest)
+    return capacity.page_count(sampler.cached, sampler.settings, sampler.rows, sampler.longest)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
