@@ -119,36 +119,36 @@ def enough_for_pipeline(parallel: Parallel, count: int) -> int:
     )
 
 
-def response_sample(rollout: Response, advantage: float, config: Config) -> Example:
+def response_example(response: Response, advantage: float, config: Config) -> Example:
     """Return the model's input, and for each response token the inputs of PolicyGradient.
 
     All values are [tokens - 1]; positions whose label is a token of the prompt have zeros.
     """
     # how many these are
-    before = len(rollout.prompt) - 1
-    size = len(rollout.response)
-    drawn = rollout.drawn()
-    filtered = config.grpo.overlong_filter and rollout.truncated
+    before = len(response.prompt) - 1
+    size = len(response.response)
+    drawn = response.drawn()
+    filtered = config.grpo.overlong_filter and response.truncated
 
     def column(values):
         values = np.broadcast_to(np.asarray(values, np.float32), size)
         return np.concatenate([np.zeros(before, np.float32), values])
 
-    routes = {"routes": rollout.experts(config)} if config.grpo.replay_routing else {}
+    routes = {"routes": response.experts(config)} if config.grpo.replay_routing else {}
     weight = 1 / max(1, drawn.sum()) if config.grpo.aggregation == "sequence" else 1.0
     return (
-        reply_sample(rollout.prompt, rollout.response, drawn & (not filtered))
+        reply_example(response.prompt, response.response, drawn & (not filtered))
         | routes
         | {
             "advantages": column(advantage * drawn),
-            "sampled": column(rollout.log_probs),
+            "sampled": column(response.log_probs),
             "weights": column(weight * drawn),
             "starts": column((np.arange(size) == 0) & (not filtered)),
         }
     )
 
 
-def reply_sample(
+def reply_example(
     prompt: list[int], reply: list[int], learned: bool | np.ndarray = True
 ) -> Example:
     """Return a prompt with a reply, of which the `learned` tokens, bool [reply], are labels."""

@@ -62,7 +62,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.settings import GRPO
-from minitrain.training.log_probs import call, linear_log_probs
+from minitrain.training.log_probs import linear_log_probs, run_with_head
 from minitrain.training.loss import IGNORE
 from minitrain.training.mtp_loss import MTPLoss
 from minitrain.training.packing import Batch
@@ -210,7 +210,7 @@ class PolicyGradient:
 
     def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the weighted sum of token losses of a batch [micro, seq], a scalar."""
-        return call(model, batch, partial(self.head, batch), self.mtp)
+        return run_with_head(model, batch, partial(self.head, batch), self.mtp)
 
     def head(self, batch: Batch, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted sum of token losses, a scalar. The model calls this as its head.

@@ -202,9 +202,9 @@ class PolicyLoop:
             self.version = step + 1
             self.update_sampler()
             # also to ranks that only sample: all judge alike how it went
-            learned = self.tell(learned, 0)
+            learned = self.from_rank(learned, 0)
             measured = self.seconds["generation"], self.drafts
-            self.seconds["generation"], self.drafts = self.tell(measured, self.first_sampler)
+            self.seconds["generation"], self.drafts = self.from_rank(measured, self.first_sampler)
             timing = self.timing(groups, time.perf_counter() - began)
             ages = describe_ages(groups, step) if config.grpo.lag else {}
             yield {"step": step + 1} | learned | describe_responses(groups) | ages | timing
@@ -230,7 +230,7 @@ class PolicyLoop:
     def share(self, groups: list[Group] | None, step: int) -> list[Group]:
         """Share what was collected for `step` with all ranks, and record it."""
         with self.phase("refit"):
-            groups = self.tell(groups, self.first_sampler)
+            groups = self.from_rank(groups, self.first_sampler)
             self.record(groups, step)
         return groups
 
@@ -249,7 +249,7 @@ class PolicyLoop:
             trained.wait()
         return {}
 
-    def tell(self, value: Any, source: int) -> Any:
+    def from_rank(self, value: Any, source: int) -> Any:
         """Return rank `source`'s value on all ranks; where they are colocated each has it."""
         return value if self.colocated else broadcast(value, source, self.everyone)
 
@@ -262,7 +262,7 @@ class PolicyLoop:
 
     def in_flight(self) -> dict[str, Any]:
         """Return what has been drawn of the next steps' responses, for a checkpoint."""
-        return self.tell(self.worker and self.worker.in_flight(), self.first_sampler)
+        return self.from_rank(self.worker and self.worker.in_flight(), self.first_sampler)
 
     def evaluate(self) -> dict[str, float]:
         """Return val_greedy and val_pass@k on held-out problems, or those that are trained on."""
@@ -275,14 +275,14 @@ class PolicyLoop:
             self.worker.draft_counts()
             sampler = self.worker.sampler
             sampler.free() if self.frees else sampler.forget()
-        return self.tell(numbers, self.first_sampler)
+        return self.from_rank(numbers, self.first_sampler)
 
     def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
         """Return seconds of the step and its phases, and tokens, those of prompts and responses.
 
         And, with drafts, the share of them that was right, and how many there were a second.
         """
-        tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
+        tokens = sum(len(response.prompt) + len(response.response) for response in chain(*groups))
         phases = {f"{name}_s": self.seconds[name] for name in PHASES}
         rates = {}
         if drafted := self.drafts["drafted"]:

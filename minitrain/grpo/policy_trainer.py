@@ -16,8 +16,8 @@ from minitrain.grpo.batches import (
     Example,
     ProblemSet,
     pack_micro_batches,
-    reply_sample,
-    response_sample,
+    reply_example,
+    response_example,
 )
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
@@ -84,7 +84,9 @@ class PolicyTrainer:
                 given = advantages(rewards(groups), grpo.baseline, grpo.std_scaling)
                 values = given.flatten().tolist()
             pairs = zip(chain(*groups), values, strict=True)
-            samples = [response_sample(rollout, value, self.config) for rollout, value in pairs]
+            samples = [
+                response_example(response, value, self.config) for response, value in pairs
+            ]
             updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]
             # the micro-batches of all updates: their log-probabilities precede the first update
             every = list(chain(*updates))
@@ -169,7 +171,7 @@ class PolicyTrainer:
         for step in range(config.grpo.warmup_steps):
             chosen = problems.take(step * config.batch.global_, config.batch.global_)
             batches = self.batches(
-                [reply_sample(problem.prompt, problem.reply) for problem in chosen]
+                [reply_example(problem.prompt, problem.reply) for problem in chosen]
             )
             loss = apply_update(
                 self.model, optimizer, objective, batches, self.meshes, config, step

@@ -107,7 +107,7 @@ class RolloutWorker:
                 self.launch(problems, first + later * count, oldest + later)
             groups = self.end(self.flights.pop(first))
             for group in groups:
-                differ = len({rollout.score for rollout in group}) > 1
+                differ = len({response.score for response in group}) > 1
                 (with_signal if differ else without).append(group)
             first += count
             if len(with_signal) >= count:
@@ -121,7 +121,7 @@ class RolloutWorker:
         settings = sampling_settings(self.config)
         of_step = dict(no_signal=share, problems=first, settings=settings, sampled=sampled)
         return [
-            [replace(rollout, group=number, **of_step) for rollout in group]
+            [replace(response, group=number, **of_step) for response in group]
             for number, group in enumerate(groups)
         ]
 
@@ -354,7 +354,7 @@ class RolloutWorker:
         if keeps_state(self.reward):
             self.reward.load_state_dict(kept)
         # of each problem's n responses, how many pass
-        right = [sum(rollout.score >= 1 for rollout in group) for group in sampled]
+        right = [sum(response.score >= 1 for response in group) for group in sampled]
         numbers = {"greedy": sum(group[0].score >= 1 for group in greedy) / len(greedy)}
         for k in (2**i for i in range(n.bit_length())):
             numbers[f"pass@{k}"] = sum(pass_at(k, n, c) for c in right) / len(right)
@@ -393,7 +393,7 @@ def pass_at(k: int, n: int, c: int) -> float:
 def rewards(groups: list[Group]) -> torch.Tensor:
     """Return the responses' rewards, fp64 [groups, samples]."""
     return torch.tensor(
-        [[rollout.reward for rollout in group] for group in groups], dtype=torch.float64
+        [[response.reward for response in group] for group in groups], dtype=torch.float64
     )
 
 

@@ -57,27 +57,27 @@ class DecodingBatch:
         self.compiles = compiles_blocks and (graph_pool is not None or device.type == "cpu")
         self.compiles_sampling = compiles_sampling
 
-        def numbers(*shape, dtype=torch.int64):
+        def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tokens = numbers(rows * width)
-        self.positions = numbers(rows * width)
+        self.tokens = zeros(rows * width)
+        self.positions = zeros(rows * width)
         # the number of the step in its schedule: where in `new_tokens` it writes
-        self.step_index = numbers(1)
+        self.step_index = zeros(1)
         # samples that have ended run on until the schedule ends: their positions stop here
         positions = min(columns * caches.page_size, model.config.max_position_embeddings)
         self.last_position = positions - 1
-        block_table = numbers(rows, columns)
-        slots = numbers(rows)
+        block_table = zeros(rows, columns)
+        slots = zeros(rows)
         self.step = DecodingStep(
             self.positions, block_table, slots, caches.page_size, caches.pages
         )
         # keys and top_k, then temperature, top_p and min_p
-        keys = numbers(rows, dtype=torch.int32)
-        real = [numbers(rows, dtype=torch.float32) for _ in range(3)]
-        self.state = SamplingState(keys, numbers(rows), *real)
-        self.new_tokens = numbers(steps, rows * width)
-        self.new_logprobs = numbers(steps, rows * width, dtype=torch.float32)
+        keys = zeros(rows, dtype=torch.int32)
+        real = [zeros(rows, dtype=torch.float32) for _ in range(3)]
+        self.state = SamplingState(keys, zeros(rows), *real)
+        self.new_tokens = zeros(steps, rows * width)
+        self.new_logprobs = zeros(steps, rows * width, dtype=torch.float32)
         # (sample, slot, pages) of each row, as loaded last
         self.loaded: list[tuple] = []
         # (greedy, noisy, filtered) of SamplingState -> graph

@@ -188,26 +188,26 @@ class PageMask:
         # torch's kernel for the CPU needs a list as long as the pool
         columns = step.pool_pages if device.type == "cpu" else step.block_table.shape[1]
 
-        def numbers(*shape):
+        def zeros(*shape):
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         # how many pages each sample attends to, and which
-        self.count = numbers(rows, 1, 1)
-        self.pages = numbers(rows, 1, 1, columns)
+        self.count = zeros(rows, 1, 1)
+        self.pages = zeros(rows, 1, 1, columns)
         size = step.page_size
         self.blocks = BlockMask.from_kv_blocks(
             self.count,
             self.pages,
             BLOCK_SIZE=(size, size),
-            mask_mod=self.rule(step, numbers),
+            mask_mod=self.rule(step, zeros),
             seq_lengths=(queries, step.pool_pages * size),
             compute_q_blocks=False,
         )
 
-    def rule(self, step: DecodingStep, numbers: Callable[..., Tensor]) -> Callable:
-        """Return which keys of the listed pages a query sees, from tensors that `numbers` makes."""
+    def rule(self, step: DecodingStep, zeros: Callable[..., Tensor]) -> Callable:
+        """Return which keys of the listed pages a query sees, from tensors that `zeros` makes."""
         # each [rows]: the last page and where its keys end, the first page and where its keys start
-        self.bounds = tail, end, head, start = [numbers(len(step.slots)) for _ in range(4)]
+        self.bounds = tail, end, head, start = [zeros(len(step.slots)) for _ in range(4)]
         size = step.page_size
 
         def allows(row, _, query, key):
@@ -259,9 +259,9 @@ class DraftMask(PageMask):
     queries: how many each sample has; the token is their number modulo the step's width.
     """
 
-    def rule(self, step: DecodingStep, numbers: Callable[..., Tensor]) -> Callable:
+    def rule(self, step: DecodingStep, zeros: Callable[..., Tensor]) -> Callable:
         # [pages of the pool]
-        self.columns = columns = numbers(step.pool_pages)
+        self.columns = columns = zeros(step.pool_pages)
         positions = step.positions.view(-1, step.width)
         size = step.page_size
         width = step.width

@@ -32,10 +32,10 @@ def label_log_probs(model: Module, batch: Batch, temperature: float = 1.0) -> Te
         log_probs, _ = linear_log_probs(hidden, weight, labels, temperature)
         return log_probs
 
-    return call(model, batch, head)
+    return run_with_head(model, batch, head)
 
 
-def call(
+def run_with_head(
     model: Module, batch: Batch, head: Callable[..., Tensor], mtp: MTPLoss | None = None
 ) -> Tensor:
     """Return head(hidden [micro, seq, hidden], weight [vocab, hidden], labels) for a batch.

@@ -159,7 +159,7 @@ class GrpoTask:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.policy.keep_reference(kept, resumed=first > 0)
         wait_for_all()
-        known = self.loop.tell((first, last, states, in_flight), 0)
+        known = self.loop.from_rank((first, last, states, in_flight), 0)
         self.first, self.last, states, in_flight = known
         together(self.everyone, self.load_reward, states)
         taken = self.last.get("problems", self.first * grpo.prompts * grpo.generations)
