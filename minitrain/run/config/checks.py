@@ -261,7 +261,7 @@ def _precision_faults(c: Config) -> Faults:
         f"fp8.fast_accumulation={c.fp8.fast_accumulation} is for fp8.form=tensor or row, not {form} (use none)",
     )
     yield (
-        fp8 and c.fp8.keep_transposed and not FORMS[form].turns,
+        fp8 and c.fp8.keep_transposed and not FORMS[form].square_blocks,
         f"fp8.keep_transposed=true needs weights that are rounded once, and fp8.form={form} rounds them for each "
         f"product (use false)",
     )
