@@ -1,6 +1,6 @@
 """The forms of scaled FP8: which numbers share a scale, and what multiplies them.
 
-    form     one scale for                        gradients  GPUs with a kernel for it    grouped
+    form     one scale for                        gradients  GPUs with a kernel for it   grouped
     tensor   a tensor                             e5m2       8.9 and later               none
     row      a row along the summed dimension     e4m3       9.0 to 11.0                 9.0, 10.0
     block    1 x 128 of x and g, 128 x 128 of w   e4m3       9.0 alone (cuBLAS 12.9)     none

@@ -350,13 +350,13 @@ class Sampler(Texts):
 
     def forget(self) -> None:
         """Empty the prefix cache. Needs an idle sampler."""
-        self._must_be_idle()
+        self._stop_streams_and_check_idle()
         if self.scheduler is not None:
             self.scheduler.pages.reset()
 
     def free(self) -> None:
         """Free the caches; the next request allocates them again. Needs an idle sampler."""
-        self._must_be_idle()
+        self._stop_streams_and_check_idle()
         self.weights.refresh()
         self.scheduler = None
         self.caches = None
@@ -366,7 +366,7 @@ class Sampler(Texts):
             # the compiler leaves reference cycles, which hold a kernel's first inputs: pools
             gc.collect()
 
-    def _must_be_idle(self) -> None:
+    def _stop_streams_and_check_idle(self) -> None:
         # streams that somebody holds, and does not read at this moment
         self.cancel(*self.followed)
         self.followed.clear()
