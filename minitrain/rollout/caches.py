@@ -35,15 +35,18 @@ from minitrain.models.attention import apply_sinks, attention
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.flex import compiled_flex_attention
 from minitrain.models.layers import rotary_frequencies
-from minitrain.rollout.cpu import (
-    RowContents,
-    attend_to_rows,
+from minitrain.rollout.cpu import RowContents, attend_to_rows, write_and_attend
+from minitrain.rollout.steps import (
+    Chunk,
+    DecodingStep,
+    PromptStep,
     by_head,
     by_row,
+    on_device,
     sinks_of_queries,
-    write_and_attend,
+    split_kv,
+    write,
 )
-from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, split_kv, write
 
 # cuDNN is faster, but plans for half a second for every new length of a prompt
 PREFILL_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -291,6 +291,26 @@ def split_kv(k: Tensor, v: Tensor | int) -> tuple[list[Tensor], int]:
     return [k[0], v[0]], v.shape[3]
 
 
+def by_row(q: Tensor, kv_heads: int, width: int) -> Tensor:
+    """Return q [1, heads, rows x width, head_dim] as [rows, kv_heads, queries, head_dim].
+
+    Heads that share keys, and the tokens of a row, are queries of one head.
+    """
+    tokens = q.reshape(kv_heads, -1, q.shape[2] // width, width, q.shape[3])
+    return tokens.permute(2, 0, 1, 3, 4).flatten(2, 3)
+
+
+def by_head(out: Tensor, width: int) -> Tensor:
+    """Undo `by_row`, of out [rows, kv_heads, queries, channels]."""
+    tokens = out.unflatten(2, (-1, width)).permute(1, 2, 0, 3, 4)
+    return tokens.reshape(1, -1, len(out) * width, out.shape[3])
+
+
+def sinks_of_queries(sinks: Tensor, kv_heads: int, width: int) -> Tensor:
+    """Return the sinks [heads] of `by_row`'s queries, [kv_heads, queries]."""
+    return sinks.view(kv_heads, -1).repeat_interleave(width, 1)
+
+
 def write(pools: list[Tensor], index: tuple[Tensor, ...], new: list[Tensor]) -> None:
     """Write new keys and values to pools, or to row buffers.
 
