@@ -50,6 +50,7 @@ from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.rollout.engine import Sampler
+from minitrain.rollout.texts import TextTokenizer
 from minitrain.settings import Config
 
 PHASES = ("generation", "logprobs", "training", "refit")
@@ -89,7 +90,7 @@ class PolicyLoop:
         ranks: Ranks,
         problems: ProblemSet,
         held_out: ProblemSet | None,
-        tokenizer,
+        tokenizer: TextTokenizer,
         ends: tuple[int, ...],
         reward: Reward,
         fill: Callable[[Config, Module], None],

@@ -35,6 +35,7 @@ from minitrain.parallel.agreement import broadcast, gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
+from minitrain.rollout.texts import TextTokenizer
 from minitrain.settings import Config
 
 # all responses to one prompt
@@ -59,7 +60,7 @@ class RolloutWorker:
         self,
         config: Config,
         sampler: Sampler,
-        tokenizer,
+        tokenizer: TextTokenizer,
         ends: tuple[int, ...],
         reward: Reward,
         replica: int,

@@ -14,7 +14,8 @@ A batch has 1, 2, 4, ... rows, some of them padding, and all that changes betwee
 buffers with fixed addresses. So on CUDA a step is captured as a graph once per number of rows and
 replayed `steps` times. Then the host looks at the tokens, and drops those after a sample's end.
 
-With drafts (drafting.py) it is over several tokens of each sample, of which it tells how many count.
+With drafts (drafting.py) the pass covers several tokens of each sample, and reports how many of them
+count.
 
 Tensor parallel: every rank of the group calls the same methods in the same order. Ranks need not
 communicate about schedules, which depend on these calls alone. They agree on tokens by exchanging
@@ -35,8 +36,8 @@ Left out: pipeline parallel, graphs of steps that wait (`waits_for_device`).
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -55,7 +56,7 @@ from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key, with_settings
 from minitrain.rollout.scheduler import Prefill, Sample, Schedule, Scheduler
 from minitrain.rollout.steps import Chunk, PromptStep, on_device
-from minitrain.rollout.texts import DEFAULTS, Prompt, Texts, is_chat
+from minitrain.rollout.texts import DEFAULTS, Prompt, Texts, TextTokenizer
 from minitrain.rollout.weights import SamplerWeights
 from minitrain.settings import Rollout
 
@@ -81,7 +82,7 @@ class Sampler(Texts):
     def __init__(
         self,
         model: Decoder,
-        tokenizer=None,
+        tokenizer: TextTokenizer | None = None,
         settings: Rollout | None = None,
         samples: int | None = None,
         longest: int | None = None,
@@ -173,33 +174,6 @@ class Sampler(Texts):
             for sample in samples
         ]
 
-    @contextmanager
-    def _queued(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
-        settings: dict,
-    ) -> Iterator[list[Sample]]:
-        """Queue all prompts inside a `with` statement; at its end, cancel what is unfinished.
-
-        So a prompt that is refused, an error and an interrupt leave nothing queued.
-        """
-        if isinstance(prompts, str):
-            raise InputError("prompts must be a list, of texts or of lists of token ids")
-        shared = not isinstance(params, list | tuple)
-        all_params = [params] * len(prompts) if shared else params
-        if len(all_params) != len(prompts):
-            raise InputError(
-                f"{len(prompts)} prompts and {len(all_params)} SamplingParams: give one, or one per prompt"
-            )
-        samples = []
-        try:
-            for number, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
-                samples += self.submit(prompt, own, number if shared else 0, **settings)
-            yield samples
-        finally:
-            self.cancel(*samples)
-
     @torch.inference_mode(False)
     def submit(
         self,
@@ -218,16 +192,8 @@ class Sampler(Texts):
         if not isinstance(params, SamplingParams):
             raise InputError(f"params={params!r:.60} must be SamplingParams")
         params = with_settings(params, settings)
-        if is_chat(prompt):
-            prompt, ends = self._text_tokenizer("a chat", "encode_chat").encode_chat(prompt)
-            if not params.ignore_eos:
-                params = with_settings(params, {"stop_tokens": (*params.stop_tokens, *ends)})
-        prompt = self.tokens_of(prompt)
+        prompt, params = self._read(prompt, params)
         self._check_prompt(prompt, self.longest)
-        if params.stop and self.tokenizer is None:
-            raise InputError(
-                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
-            )
         total = min(len(prompt) + params.max_tokens, self.longest)
         # seeds of the samples' random numbers
         keys = (sample_key(params.seed, number, first + i) for i in range(params.n))
