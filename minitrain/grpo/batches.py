@@ -24,19 +24,21 @@ Example = dict[str, np.ndarray]
 class Response:
     """One response to a prompt.
 
-    group: number of its prompt in the step.
+    group: number of its prompt in the step. prompt, response: tokens.
     log_probs: of each response token when it was sampled; 0 for those of an environment.
-    given: (first, end) of the response's tokens that an environment said, between its `turns`.
-    versions: [n, version] where the weights change before token n; a step's are those that it
-    begins with. Step 0 has version 0.
-    truncated: it reached a limit before its end. failure: of its environment.
+    truncated: it reached a limit before its end.
     score: of the reward function. reward: the score less the penalty for length.
+    text: of the response. answer: the right one, of its problem.
     no_signal: share of the groups sampled for its step, replaced ones included, whose scores are
-    all equal.
+        all equal.
     problems: number sampled by all steps up to the end of its step.
-    sampled: `averages` of all that was sampled for its step, if some of it was replaced.
     settings: digest of the settings it was sampled and rewarded with.
+    sampled: `averages` of all that was sampled for its step, if some of it was replaced.
+    given: (first, end) of the response's tokens that an environment said.
+    turns: how often the policy replied to its environment; 0 without one. failure: of that.
     routes: with grpo.replay_routing, the experts of its tokens but the last, in base64, see `experts`.
+    versions: [n, version] where the weights change before token n; a step's are those that it
+        begins with. Step 0 has version 0.
     """
 
     group: int

@@ -71,7 +71,7 @@ from minitrain.training.packing import Batch
 LOG_RATIO_LIMIT = 20.0
 
 
-# ------------------------------------------------------------------------------------------------------- the formulas
+# --- the formulas
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def sequence_mean(x: Tensor, valid: Tensor, document_ids: Tensor) -> Tensor:
     return (sums / counts).gather(1, document_ids)
 
 
-# ------------------------------------------------------------------------------------------------------ the objective
+# --- the objective
 
 
 class PolicyGradient:
@@ -231,14 +231,10 @@ class PolicyGradient:
             self.totals[name] = self.totals.get(name, 0) + (value * valid).sum()
 
     def sums(self) -> Tensor:
-        """Return the step's sums, [2 + terms], and those of multi-token prediction.
-
-        The first is the number of response tokens.
-        """
+        """Return the step's sums, one for each of NAMES, and those of multi-token prediction."""
         # only a pipeline's last stage has sums; the others take part with zeros
         device = next((value.device for value in self.totals.values()), None)
-        names = ["tokens", "entropy", *TERMS]
-        values = [torch.as_tensor(self.totals.get(name, 0.0), device=device) for name in names]
+        values = [torch.as_tensor(self.totals.get(name, 0.0), device=device) for name in NAMES]
         self.totals = {}
         sums = torch.stack(values)
         return torch.cat([sums, self.mtp.take_sums(training=True)]) if self.mtp else sums
@@ -248,11 +244,11 @@ class PolicyGradient:
 
         They are NaN if there is no token.
         """
-        count = 2 + len(TERMS)
+        count = len(NAMES)
         tokens, *totals = sums[:count]
         means = {
             name: total / tokens if tokens else math.nan
-            for name, total in zip(["entropy", *TERMS], totals, strict=True)
+            for name, total in zip(NAMES[1:], totals, strict=True)
         }
         mtp = self.mtp.metrics(sums[count:], training=True) if self.mtp else {}
         return means | mtp
@@ -266,6 +262,8 @@ TERMS = (
     "token_mult_prob_error",
     "generation_kl_error",
 )
+# of a step's sums: the number of response tokens, and what is averaged over them
+NAMES = ("tokens", "entropy", *TERMS)
 
 
 def token_losses(
