@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from minitrain.grpo.batches import ProblemSet
-from minitrain.grpo.environments import Dialog, Environment, Environments
+from minitrain.grpo.environments import Environments, Talk
 from minitrain.grpo.offload import Memory
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rewards import Reward
@@ -78,7 +78,7 @@ class PolicyLoop:
 
     meshes: of the training ranks. problems, held_out: to train on, and to evaluate on. ends: the
         tokens that end a response.
-    fill: see `build_model`. talk: with environments, makes an environment, and a Dialog.
+    fill: see `build_model`. talk: what samples talk to, with environments.
     draft: what guesses the samplers' next tokens, if a model of its own does.
     record(groups, step): called by all ranks with the responses of a step, before it trains.
     """
@@ -95,7 +95,7 @@ class PolicyLoop:
         reward: Reward,
         fill: Callable[[Config, Module], None],
         record: Callable[[list[Group], int], None],
-        talk: tuple[Callable[[], Environment], Callable[[], Dialog]] | None = None,
+        talk: Talk | None = None,
         draft: Decoder | None = None,
     ):
         self.config = config
@@ -115,23 +115,14 @@ class PolicyLoop:
         self.drafts = Counter()
         # the sampler's memory is the trainer's in between
         self.frees = self.colocated and not config.grpo.keep_cache
-        rank = dist.get_rank()
         self.policy = self.worker = None
-        if rank in ranks.training:
+        if dist.get_rank() in ranks.training:
             self.policy = PolicyTrainer(config, meshes, self.phase, fill)
         # ranks that only sample must not time out while trainers load weights from disk
         wait_for_all()
         model, self.weight_sync = self.connect(ranks)
         if model is not None:
-            replica = ranks.sampling.index(rank) // config.rollout.tp
-            replicas = len(ranks.sampling) // config.rollout.tp
-            samples = most_samples(config, replicas)
-            longest = config.batch.seq_len + 1
-            sampler = Sampler(model, tokenizer, config.rollout, samples, longest, draft)
-            sampler.records = config.grpo.replay_routing
-            play = talk and partial(Environments, config, *talk, group=ranks.sampler)
-            make = partial(RolloutWorker, config, sampler, tokenizer, ends, reward)
-            self.worker = make(replica, replicas, ranks.samplers, play, ranks.sampler)
+            self.worker = make_worker(config, ranks, model, tokenizer, ends, reward, talk, draft)
         kept = {}
         lost = {}
         # then every rank trains and samples
@@ -329,6 +320,30 @@ def is_whole(model: Decoder | Pipeline) -> bool:
     return not isinstance(model, Pipeline) and not any(
         isinstance(parameter, DTensor) for parameter in model.parameters()
     )
+
+
+def make_worker(
+    config: Config,
+    ranks: Ranks,
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    ends: tuple[int, ...],
+    reward: Reward,
+    talk: Talk | None,
+    draft: Decoder | None,
+) -> RolloutWorker:
+    """Return what samples responses from `model` on this rank; the rest as for `PolicyLoop`."""
+    replica = ranks.sampling.index(dist.get_rank()) // config.rollout.tp
+    replicas = len(ranks.sampling) // config.rollout.tp
+    samples = most_samples(config, replicas)
+    longest = config.batch.seq_len + 1
+    sampler = Sampler(model, tokenizer, config.rollout, samples, longest, draft)
+    sampler.records = config.grpo.replay_routing
+    groups = ranks.samplers, ranks.sampler
+    worker = RolloutWorker(config, sampler, tokenizer, ends, reward, replica, replicas, *groups)
+    if talk:
+        worker.environments = Environments(config, talk, sampler, worker.longest, ranks.sampler)
+    return worker
 
 
 def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:

@@ -50,8 +50,6 @@ class RolloutWorker:
     """Samples groups of responses with `sampler`, and rewards them, with the other replicas.
 
     ends: the tokens that end a response. reward: see grpo/rewards.py.
-    play: makes what lets samples talk to environments, which reward them then, from the sampler and
-        `longest`.
     replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.
     own: those of this replica, if there are several.
     """
@@ -66,7 +64,6 @@ class RolloutWorker:
         replica: int,
         replicas: int,
         group: ProcessGroup,
-        play: Callable[[Sampler, Callable[[int], int]], Environments] | None = None,
         own: ProcessGroup | None = None,
     ):
         self.config = config
@@ -78,7 +75,8 @@ class RolloutWorker:
         self.replicas = replicas
         self.group = group
         self.own = own
-        self.environments = play and play(sampler, self.longest)
+        # what samples talk to, which then rewards them
+        self.environments: Environments | None = None
         # by the number of the first problem
         self.flights: dict[int, Flight] = {}
         # samples that the sampler does not have at the moment

@@ -42,7 +42,7 @@ def run_with_head(
 
     mtp: the loss of multi-token prediction, whose gradient is added.
     """
-    # a pipeline's stage has no routers to ask, and no batch of its has routes
+    # a pipeline's stage comes as a function without routers, and its batches have no routes
     if "routes" in batch:
         replay_routing(model, batch["routes"])
     inputs = {key: batch[key] for key in ("positions", "document_ids", "labels")}
