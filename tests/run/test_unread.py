@@ -40,7 +40,7 @@ TOKENS = {"data.kind": "tokens", "data.path": "x"}
 CHATS = {"task": "sft"} | JSONL
 GRPO = {"task": "grpo"}
 MIXED = {"data.sources": [Source("x", kind="jsonl"), Source("y", kind="tokens")]}
-PREDICTS_FURTHER = configs.from_dict(
+WITH_MTP = configs.from_dict(
     {"model": {"name": "deepseek-v3-tiny", "num_nextn_predict_layers": 1}}
 ).model
 # what else a run has that reads a setting, one dict for each way
@@ -89,7 +89,7 @@ READ = {
     "dpo": [{"task": "dpo"}],
     "grpo": [GRPO],
     "rollout": [GRPO],
-    "mtp_weight": [{"model": PREDICTS_FURTHER}, {"model": PREDICTS_FURTHER, "task": "sft"}],
+    "mtp_weight": [{"model": WITH_MTP}, {"model": WITH_MTP, "task": "sft"}],
     "fp8": [{"precision": "fp8"}],
 }
 # where a setting is read by default, what takes its reader away

@@ -27,7 +27,7 @@ from minitrain.run.config.layout_checks import (
 )
 from minitrain.settings import GRPO, Config
 from minitrain.training.distillation import BASE
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 from minitrain.training.sigmas import check_diffusion
 
 VIDEOS = ("latents", "shapes")
@@ -261,7 +261,7 @@ def _precision_faults(c: Config) -> Faults:
         f"fp8.fast_accumulation={c.fp8.fast_accumulation} is for fp8.form=tensor or row, not {form} (use none)",
     )
     yield (
-        fp8 and c.fp8.keep_transposed and not FORMS[form].turns,
+        fp8 and c.fp8.keep_transposed and not FORMS[form].square_blocks,
         f"fp8.keep_transposed=true needs weights that are rounded once, and fp8.form={form} rounds them for each "
         f"product (use false)",
     )
@@ -338,7 +338,7 @@ def _language_faults(c: Config) -> Faults:
         f"model.num_labels={model.num_labels}: a model with a score as its head is for task=reward, not {c.task}",
     )
     yield (
-        c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
+        c.task == "grpo" and c.grpo.aggregation != "token" and trains_mtp(c),
         f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "
         f"(use aggregation=token, or mtp_weight=0)",
     )
