@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from minitrain.data.records import JSON, LINES, RECORDS, holds_records
-from minitrain.errors import InputError, hub_hint, readable
+from minitrain.errors import InputError, hub_hint, reading
 from minitrain.settings import Config, Data
 
 # data.kind -> suffixes of the files in a folder that are data
@@ -149,7 +149,7 @@ def _without_caches(folder: str, names: list[str]) -> list[str]:
     if not {"dataset_info.json", "state.json"} <= {*names}:
         return names
     state = Path(folder, "state.json")
-    with readable(state):
+    with reading(state):
         listed = state.read_text(encoding="utf-8")
     return [name for name in names if json.dumps(name) in listed]
 

@@ -101,8 +101,8 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     if made_up:
         digits = config.grpo.mock_digits
         with located(f"grpo.mock_digits={digits}"):
-            made = load_toy("reversal")(digits)
-            problems = [encode_problem(*each, template, tokenizer) for each in made]
+            generated = load_toy("reversal")(digits)
+            problems = [encode_problem(*each, template, tokenizer) for each in generated]
             check_length(problems[0], config)
     else:
         problems = list(read_records(find_files(data), read, skips))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from minitrain.data.files import has_tokenizer
 from minitrain.data.tokenizer import check_same_ids
-from minitrain.errors import located, refused
+from minitrain.errors import as_input_error, located
 from minitrain.formats.config_hf import export_fault, not_trained_with
 from minitrain.formats.hf import find_weights
 from minitrain.models.decoder_config import check_vocabulary
@@ -51,7 +51,7 @@ def train(config: Config) -> None:
         print(opening(config, world_size()), flush=True)
     # report mistakes in the data before a folder is made, and even while another run holds the lock
     make_task = open_task(config)
-    with refused(f"out_dir={config.out_dir!r} cannot be created"):
+    with as_input_error(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if pick_device(config.device).type == "cuda":
         record_flights(folder)
