@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from minitrain.data.byte_tokenizer import (
+from minitrain.data.byte_tokenizer import ByteTokenizer, is_byte_tokenizer
+from minitrain.data.tokenizer_files import (
     CHAT_TEMPLATE,
     COMPANIONS,
     MORE_TEMPLATES,
     NAMING_FILES,
-    ByteTokenizer,
-    is_byte_tokenizer,
     remove_others,
 )
 from minitrain.errors import InputError, as_input_error, hub_hint

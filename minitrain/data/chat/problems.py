@@ -31,9 +31,10 @@ from minitrain.data.chat.chats import (
     with_system,
     words_of,
 )
-from minitrain.data.files import find_files, train_and_held_out
+from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Number, Skips, counted, other_task, read_records
+from minitrain.data.sources import train_and_held_out
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
 from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minitrain.data.files import data_by_source, find_files, train_and_held_out
-from minitrain.data.tokenizer import COMPANIONS, tokenizer_file, with_companions
+from minitrain.data.files import find_files
+from minitrain.data.sources import data_by_source, train_and_held_out
+from minitrain.data.tokenizer import tokenizer_file, with_companions
+from minitrain.data.tokenizer_files import COMPANIONS
 from minitrain.errors import InputError, reading
 from minitrain.formats.peft import adapter_files
 from minitrain.formats.tensor_files import weight_files
