@@ -490,7 +490,7 @@ def test_lists_in_a_word():
         ("dpo.loss_type", "dpo.loss"),
         ("ckpt_dir", "out_dir"),
         ("nproc_per_node", "parallel, and torchrun --nproc_per_node N"),
-        ("quantization", "task=lora, whose weights"),
+        ("quantization", "task=lora lora.base=nf4"),
     ],
 )
 def test_names_that_people_bring(alias, ours):
