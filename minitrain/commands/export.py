@@ -128,7 +128,7 @@ def prompt_of(config: Config, extra: dict) -> str | None:
     Of one of an earlier version the chats say it, which are read again.
     """
     from minitrain.data.datasets import open_dataset
-    from minitrain.run.config.checks import CHATS
+    from minitrain.run.config.task_checks import CHATS
 
     if "asks" in extra or config.task not in CHATS:
         return extra.get("asks")
