@@ -93,9 +93,8 @@ class Data:
     # what happens at lines, files or rows of tokens that cannot be used
     on_error: Literal["error", "skip"] = "error"
     text_tokens: int = number(512, 1, 1 << 20)  # length to which the texts of videos are padded
-    validation: float = number(
-        0.0, 0, below=1
-    )  # share of the documents or videos that is held out
+    # share of the documents or videos that is held out
+    validation: float = number(0.0, 0, below=1)
     validation_path: str | list[str] = ""  # files to hold out instead, of the same kind
 
 
