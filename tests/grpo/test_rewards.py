@@ -390,7 +390,7 @@ def test_a_function_of_ones_own(tmp_path, monkeypatch):
     assert load_reward("my_reward:score")("abc", "", {"scale": 2}) == 6
 
 
-UNNAMED = "is not exact, math, math_verify or package.module:function"
+UNNAMED = "is not exact, math, math_verify, a reward model's folder or package.module:function"
 
 
 @pytest.mark.parametrize(
