@@ -39,12 +39,12 @@ from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem
-from minitrain.grpo.rewards import call, finite_number, load_function
 from minitrain.parallel.agreement import gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.settings import Config
+from minitrain.user_code import call, finite_number, load_function
 
 # seconds between two looks at what other ranks' environments have answered
 POLL = 0.01
