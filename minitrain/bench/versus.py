@@ -24,8 +24,8 @@ from minitrain.formats.peft import adapter_config, adapter_shapes
 from minitrain.formats.wan_names import config_to_json
 from minitrain.models.lora import ADAPTER_DTYPES
 from minitrain.parallel.mesh import Meshes
-from minitrain.run.launch.start import make_trainer
 from minitrain.run.monitor.hardware import timed
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, to_device
 from minitrain.training.mtp_loss import trains_mtp

@@ -45,7 +45,9 @@ def build_model(
     Raises InputError if they do not fit this rank's memory.
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
-        raise ValueError("model.path and lora.path need `fill` (see run/launch/start.py)")
+        raise ValueError(
+            "model.path and lora.path need `fill` (see run/tasks/initial_weights.py)"
+        )
     model = lay_out(partial(make_model, config), config, meshes)
     check_fits(model, config, meshes.device, trained)
     allocate(model, config, meshes.device)

@@ -6,7 +6,8 @@ import torch
 from minitrain.data.datasets import open_dataset
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import fill_weights, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import fill_weights
 from minitrain.settings import Optim
 from minitrain.training.loop import Trainer
 from minitrain.training.optim import make_optimizer, update_weights

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from minitrain.data.datasets import open_dataset
 from minitrain.run.config.load import from_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
 from minitrain.run.monitor import meter
 from minitrain.run.monitor.flops import clean, count_work, step_flops
 from minitrain.run.monitor.meter import Meter
@@ -28,6 +28,7 @@ from minitrain.run.monitor.progress import (
     validation,
 )
 from minitrain.run.tasks import train_model
+from minitrain.run.tasks.initial_weights import make_trainer
 from tests.helpers.oracle import count_flops
 
 MODEL = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258}

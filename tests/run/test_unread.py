@@ -12,7 +12,8 @@ from minitrain.data.datasets import open_dataset
 from minitrain.run.config import load as configs
 from minitrain.run.config.recipes import CONFIGS
 from minitrain.run.config.unread import READERS, unread
-from minitrain.run.launch.start import fill_weights, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import fill_weights
 from minitrain.settings import Config, Lora, Source
 from minitrain.training.loop import Trainer
 from tests.helpers.oracle import copies

@@ -18,7 +18,8 @@ from minitrain.data.text.text_rows import Sample
 from minitrain.errors import InputError
 from minitrain.grpo.batches import reply_example
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import DPO
 from minitrain.training.dpo import Preferences, pair_losses, reply_sums
 from minitrain.training.log_probs import label_log_probs

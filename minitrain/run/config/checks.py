@@ -11,7 +11,7 @@ import math
 import os
 from typing import Any
 
-from minitrain.data.files import data_by_source
+from minitrain.data.sources import data_by_source
 from minitrain.errors import Faults, refuse
 from minitrain.formats.config_hf import check_family
 from minitrain.formats.peft import adapter_shapes

@@ -7,8 +7,8 @@ import shutil
 from datetime import timedelta
 from statistics import fmean
 
-from minitrain.data.files import has_tokenizer
 from minitrain.data.records import counted
+from minitrain.data.sources import has_tokenizer
 from minitrain.models.zoo import empty_model
 from minitrain.run.launch.start import pick_device
 from minitrain.settings import Config

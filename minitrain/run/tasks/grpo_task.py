@@ -36,15 +36,10 @@ from minitrain.run.checkpoint.checkpointer import (
     save_step,
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.launch.start import (
-    fill_weights,
-    make_teachers,
-    pick_device,
-    set_timeout,
-    start,
-)
+from minitrain.run.launch.start import pick_device, set_timeout, start
 from minitrain.run.monitor.progress import amount, validation
 from minitrain.run.tasks.exports import export
+from minitrain.run.tasks.initial_weights import fill_weights, make_teachers
 from minitrain.run.tasks.reward_model import reward_model
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.run.tasks.task import is_due
