@@ -149,7 +149,7 @@ class Environments:
         group: ProcessGroup | None = None,
     ):
         self.settings = config.grpo
-        self.talk = talk
+        self.make, self.dialog = talk
         self.sampler = sampler
         self.longest = longest
         self.group = group
@@ -321,9 +321,9 @@ class Host:
         self.index = index
         self.episode = episode
         self.settings = environments.settings
-        self.make = environments.talk.make
+        self.make = environments.make
         self.longest = environments.longest
-        self.dialog = environments.talk.dialog()
+        self.dialog = environments.dialog()
         self.environment: Environment | None = None
         # of all calls, and when the last began
         self.calls = 0
