@@ -402,7 +402,7 @@ UNNAMED = "is not exact, math, math_verify, a reward model's folder or package.m
         ("no_such_module_x:f", "cannot be imported: ModuleNotFoundError.*No module"),
         ("minitrain.errors:missing", "cannot be imported: .* no attribute 'missing'"),
         ("minitrain:__all__", "is a list, not a function"),
-        ("minitrain.grpo.rewards:plain", "must take .response, answer, row.: too many"),
+        ("minitrain.grpo.math_answers:plain", "must take .response, answer, row.: too many"),
         ("builtins:max", "must take .response, answer, row.: no signature"),
     ],
 )

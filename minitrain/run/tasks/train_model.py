@@ -36,6 +36,7 @@ from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
 from minitrain.training.distillation import BASE
 from minitrain.training.optim import warmup_steps
+from minitrain.user_code import load_function
 
 
 def train(config: Config) -> None:
@@ -144,8 +145,6 @@ def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> No
         log.loggers.append(board)
         log.closers.append(board.close)
     if name := config.metrics.logger:
-        from minitrain.grpo.rewards import load_function
-
         logger = load_function(f"metrics.logger={name!r}", name, {"numbers": {}})
         log.loggers.append(logger)
         if log.enabled and hasattr(logger, "close"):
