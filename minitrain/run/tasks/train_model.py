@@ -33,6 +33,7 @@ from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
 from minitrain.run.tasks.rows_task import RowsTask, open_rows
 from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
+from minitrain.training.build import fp8_experts
 from minitrain.training.distillation import BASE
 from minitrain.training.optim import warmup_steps
 
@@ -168,8 +169,7 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
         notes.append(
             f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"
         )
-    one_each = config.parallel.ep == getattr(shape, "num_experts", 0)
-    if config.fp8.experts and config.fp8.form == "tensor" and not one_each:
+    if config.fp8.experts and not fp8_experts(config):
         notes.append(
             f"note: experts stay in bf16: fp8.experts=true needs parallel.ep={shape.num_experts}, one on each rank"
         )
