@@ -129,7 +129,7 @@ def write_tokens(
 
 def move_tokens(work: Path, count: int, tokenizer: "Tokenizer", out: Path) -> None:
     """Make folder `out` of the first `count` files of tokens in `work`, and of their tokenizer."""
-    from minitrain.run.checkpoint.checkpoint_files import make_empty
+    from minitrain.run.checkpoint.checkpoint_folders import make_empty
 
     whole = work / "whole"
     make_empty(whole)
