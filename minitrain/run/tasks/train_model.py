@@ -37,6 +37,7 @@ from minitrain.settings import Config
 from minitrain.training.build import fp8_experts
 from minitrain.training.distillation import BASE
 from minitrain.training.optim import warmup_steps
+from minitrain.user_code import load_function
 
 
 def train(config: Config) -> None:
@@ -72,8 +73,6 @@ def load_logger(config: Config) -> Callable[[dict], None] | None:
     name = config.metrics.logger
     if not name:
         return None
-    from minitrain.grpo.rewards import load_function
-
     return load_function(f"metrics.logger={name!r}", name, {"numbers": {}})
 
 
