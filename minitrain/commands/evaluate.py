@@ -112,17 +112,17 @@ def measure_loss(
                 done = number + 1
     except KeyboardInterrupt:
         if count:
-            told = f"{count:,} tokens of {done:,} of {len(rows):,} rows: {total / count:.4f} nats"
-            print(f"note: so far {told}", file=sys.stderr)
+            line = f"{count:,} tokens of {done:,} of {len(rows):,} rows: {total / count:.4f} nats"
+            print(f"note: so far {line}", file=sys.stderr)
         raise
     loss = total / count
-    told = f"{count:,} tokens{note}: {loss:.4f} nats, perplexity {math.exp(loss):.4g}"
+    line = f"{count:,} tokens{note}: {loss:.4f} nats, perplexity {math.exp(loss):.4g}"
     if options.chat:
         judged = within_positions(model, rows.questions(len(samples)))
         if not judged:
-            return f"{told}; no chat leaves a position to reply"
-        return f"{told}, {exact_match(model, judged):.1%} of {len(judged):,} chats exactly right"
-    return f"{told}, {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
+            return f"{line}; no chat leaves a position to reply"
+        return f"{line}, {exact_match(model, judged):.1%} of {len(judged):,} chats exactly right"
+    return f"{line}, {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
 
 
 def measure_choices(
@@ -182,12 +182,12 @@ def tell_choices(
         with open(options.out, "w", encoding="utf-8") as stream:
             stream.writelines(lines)
     count = len(questions)
-    told = []
+    figures = []
     for name, number in right.items():
         share = number / count
         error = math.sqrt(share * (1 - share) / max(count - 1, 1))
-        told.append(f"{name} {share:.4f} ± {error:.4f}")
-    return f"{count:,} questions: {', '.join(told)}"
+        figures.append(f"{name} {share:.4f} ± {error:.4f}")
+    return f"{count:,} questions: {', '.join(figures)}"
 
 
 def best(scores: list[float]) -> int:

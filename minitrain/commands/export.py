@@ -43,9 +43,10 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     from minitrain.run.checkpoint.checkpoint_files import make_empty, read_description
     from minitrain.run.config.load import load
-    from minitrain.run.launch.start import make_trainer, start
+    from minitrain.run.launch.start import start
     from minitrain.run.monitor.progress import next_command
     from minitrain.run.tasks.exports import export
+    from minitrain.run.tasks.initial_weights import make_trainer
 
     out = Path(options.out)
     if out.exists():
@@ -127,7 +128,7 @@ def prompt_of(config: Config, extra: dict) -> str | None:
     Of one of an earlier version the chats say it, which are read again.
     """
     from minitrain.data.datasets import open_dataset
-    from minitrain.run.config.checks import CHATS
+    from minitrain.run.config.task_checks import CHATS
 
     if "asks" in extra or config.task not in CHATS:
         return extra.get("asks")

@@ -23,7 +23,7 @@ from minitrain.data.chat.chats import (
 from minitrain.data.chat.problems import read_question
 from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
-from minitrain.errors import InputError, hub_hint, located, refuse, refused
+from minitrain.errors import InputError, as_input_error, hub_hint, located, refuse
 from minitrain.formats.hf import load_pretrained, read_config
 from minitrain.formats.peft import load_merged
 from minitrain.models.wan_config import WanConfig
@@ -104,7 +104,7 @@ def read_prompts(
 
     With a template a line of JSON is a chat, as in training: with its system's text and tools.
     """
-    alone = (
+    faults = (
         (
             options.prompts and options.prompt is not None,
             "--prompt and --prompts: give one of them",
@@ -112,7 +112,7 @@ def read_prompts(
         (options.out and not options.prompts, "--out is for the answers to --prompts (add it)"),
         (options.system and not options.chat, "--system is of a chat (add --chat)"),
     )
-    refuse(alone)
+    refuse(faults)
     if options.prompts:
         cli.check_writable("out", options.out)
         file = Path(options.prompts)
@@ -159,7 +159,7 @@ def encode(
 ) -> list[int]:
     """Return the ids that ask for a reply to messages, or without a template continue the last."""
     text = messages[-1].content
-    with refused("--prompt is not UTF-8"):
+    with as_input_error("--prompt is not UTF-8"):
         text.encode()
     if template is None:
         prompt = tokenizer.encode_prompt(text)

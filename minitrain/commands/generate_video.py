@@ -53,11 +53,11 @@ def generate_videos(options: Namespace) -> None:
         raise InputError(
             f"--model {options.model} is not a Wan model (python -m minitrain.generate continues texts)"
         )
-    way = {
+    settings = {
         name: getattr(options, name) for name in ("sampler", "steps", "shift", "guidance", "seed")
     }
     if options.prompts == "shapes":
-        print(draw_world(model, "shapes", options.out, **way))
+        print(draw_world(model, "shapes", options.out, **settings))
         print(f"next: open {out.with_suffix('.apng')} in a browser: they move")
         return
     if encoders:
@@ -65,7 +65,7 @@ def generate_videos(options: Namespace) -> None:
     else:
         prompts = read_prompts(prompts_file, options.text_tokens)
     check_prompts(prompts, model, options.size, options.prompts)
-    latents = generate(model, prompts, options.size, **way)
+    latents = generate(model, prompts, options.size, **settings)
     if not latents.isfinite().all():
         raise InputError("the latents are not finite (use less --guidance, or another --model)")
     if encoders:

@@ -74,8 +74,8 @@ def main(arguments: list[str]) -> None:
         f"{out} holds {tokens:,} tokens of {documents:,} documents in {len(groups):,} files{note}"
     )
     words = [quote(f"data.{key}={out}") for key in ("path", "tokenizer")]
-    told = f"{' '.join(words)} data.document_end={tokenizer.eos_id}"
-    print(f"next: minitrain train --config train/pretrain-tokens {told}")
+    settings = f"{' '.join(words)} data.document_end={tokenizer.eos_id}"
+    print(f"next: minitrain train --config train/pretrain-tokens {settings}")
 
 
 def write_groups(
@@ -87,7 +87,7 @@ def write_groups(
     """
     others = active_children()
     context = get_context("spawn")
-    # a terminal's Ctrl-C is told once, by this process
+    # a terminal's Ctrl-C is settings once, by this process
     ignored = signal.SIGINT, signal.SIG_IGN
     with ProcessPoolExecutor(processes, context, signal.signal, ignored) as pool:
         try:

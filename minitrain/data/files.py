@@ -13,12 +13,11 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from minitrain.data.records import JSON, LINES, RECORDS, holds_records
-from minitrain.errors import InputError, hub_hint, readable
-from minitrain.settings import Config, Data
+from minitrain.errors import InputError, hub_hint, reading
+from minitrain.settings import Data
 
 # data.kind -> suffixes of the files in a folder that are data
 SUFFIXES = {
@@ -27,29 +26,6 @@ SUFFIXES = {
     "tokens": (".npy", ".bin"),
     "latents": (".safetensors",),
 }
-
-
-def train_and_held_out(config: Config) -> tuple[Config, Config]:
-    """Return two configs without data.validation_path: for the training data, and for the held-out files."""
-    data = replace(config.data, validation=0.0, validation_path="")
-    held = replace(data, path=config.data.validation_path, sources=[])
-    return replace(config, data=data), replace(config, data=held)
-
-
-def data_by_source(data: Data) -> dict[str, Data]:
-    """Return the data of each source by its name; `data` itself if it has no sources."""
-    if not data.sources:
-        return {"": data}
-    found = {}
-    for source in data.sources:
-        if source.label in found:
-            raise InputError(
-                f"data.sources has two of the name {source.label!r} (name them apart)"
-            )
-        kind = source.kind or data.kind
-        key = data.field if source.field is None else source.field
-        found[source.label] = replace(data, sources=[], path=source.path, kind=kind, field=key)
-    return found
 
 
 def find_files(data: Data) -> list[Path]:
@@ -149,7 +125,7 @@ def _without_caches(folder: str, names: list[str]) -> list[str]:
     if not {"dataset_info.json", "state.json"} <= {*names}:
         return names
     state = Path(folder, "state.json")
-    with readable(state):
+    with reading(state):
         listed = state.read_text(encoding="utf-8")
     return [name for name in names if json.dumps(name) in listed]
 
@@ -166,13 +142,3 @@ def check_unchanged(name: Path, file: Path | int, stamp: tuple[int, int]) -> Non
         raise InputError(
             f"{name} has changed since the run began: its rows are no longer those of the earlier steps"
         )
-
-
-def has_tokenizer(config: Config) -> bool:
-    """Return True if the run's tokens are those of data.tokenizer.
-
-    Files of tokens are assumed to be so only if a tokenizer is named.
-    """
-    kinds = {data.kind for data in data_by_source(config.data).values()}
-    named = "tokens" in kinds and config.data.tokenizer != "bytes"
-    return bool(kinds & {"text", "jsonl"}) or config.task == "grpo" or named

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minitrain.data.wrong_text import encoding_of, in_utf8, not_json
-from minitrain.errors import InputError, located, readable
+from minitrain.errors import InputError, located, reading
 from minitrain.formats.magic import kind_of_binary, kind_of_json, read_head, stand_in_kind
 
 Parse = Callable[[dict], Any]
@@ -93,7 +93,7 @@ def read_texts(
             if skips.read(deque, pieces_of(file), 0) is not None:
                 yield pieces_of(file)
             continue
-        with readable(file):
+        with reading(file):
             raw = file.read_bytes()
         text = skips.read(decode, raw, file)
         if text is not None:
@@ -123,7 +123,7 @@ def pieces_of(file: Path) -> Iterator[str]:
     """
     rest = ""
     place = 0
-    with readable(file), file.open("rb") as raw:
+    with reading(file), file.open("rb") as raw:
         # whole lines, so that no character is split
         while block := raw.read(PIECE) + raw.readline():
             rest += decode(block, file, place)
@@ -176,7 +176,7 @@ def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]
     Errors name FILE:LINE. A file without objects is unusable, and so is the rest of a damaged file.
     """
     for file in files:
-        with readable(file):
+        with reading(file):
             head = read_head(file)
         empty = True
         try:
@@ -199,7 +199,7 @@ def holds_records(file: Path, keys: Sequence[str]) -> bool:
     """
     if file.name.endswith(LINES):
         return True
-    with readable(file):
+    with reading(file):
         head = read_head(file)
         if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
             return True
@@ -229,7 +229,7 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
         return
     opened = gzip.open if head.startswith(GZIP) else open
     try:
-        with readable(file), opened(file, "rb") as lines:
+        with reading(file), opened(file, "rb") as lines:
             head = lines.peek(4096)[:4096]
             if what := kind_of_json(file, head):
                 raise InputError(f"{file} is {what}")

@@ -84,6 +84,13 @@ class Dialog(Protocol):
         """Return the tokens between the last reply, with its end, and the next one."""
 
 
+class Talk(NamedTuple):
+    """What samples talk to: `make()` makes an environment, `dialog()` the chat with it."""
+
+    make: Callable[[], Environment]
+    dialog: Callable[[], Dialog]
+
+
 @dataclass
 class Episode:
     """One sample with its environment, from the prompt on.
@@ -126,10 +133,9 @@ class Answer(NamedTuple):
 
 
 class Environments:
-    """Lets the samples of `sampler` talk to environments, each made by `make()`.
+    """Lets the samples of `sampler` talk to environments, each made by `talk`.
 
-    dialog: makes a Dialog. longest(prompt tokens): the most tokens of a response, at least 1 if there
-        is room for one.
+    longest(prompt tokens): the most tokens of a response, at least 1 if there is room for one.
     group: the ranks that share the sampler, on gloo; None: this one alone. Each of them runs some
         of the environments, and tells the others what these have answered.
     """
@@ -137,15 +143,13 @@ class Environments:
     def __init__(
         self,
         config: Config,
-        make: Callable[[], Environment],
-        dialog: Callable[[], Dialog],
+        talk: Talk,
         sampler: Sampler,
         longest: Callable[[int], int],
         group: ProcessGroup | None = None,
     ):
         self.settings = config.grpo
-        self.make = make
-        self.dialog = dialog
+        self.talk = talk
         self.sampler = sampler
         self.longest = longest
         self.group = group
@@ -317,9 +321,9 @@ class Host:
         self.index = index
         self.episode = episode
         self.settings = environments.settings
-        self.make = environments.make
+        self.make = environments.talk.make
         self.longest = environments.longest
-        self.dialog = environments.dialog()
+        self.dialog = environments.talk.dialog()
         self.environment: Environment | None = None
         # of all calls, and when the last began
         self.calls = 0

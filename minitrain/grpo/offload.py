@@ -37,7 +37,9 @@ class Memory:
     def hold(self, name: str) -> None:
         """Load the tensors of this name, and offload all others."""
         for other, tensors in (self.kept | self.lost).items():
-            for storage in storages(tensors()) if other != name else []:
+            if other == name:
+                continue
+            for storage in storages(tensors()):
                 copy = copy_to_host(bytes_of(storage)) if other in self.kept else None
                 self.away[other].append((storage, storage.nbytes(), copy))
                 storage.resize_(0)

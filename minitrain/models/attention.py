@@ -138,7 +138,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
     if mask.chunks and mask.attn_mask is not None and takes_parts(q, v):
         return merged_attention(q, k, v, mask.chunks, sinks)
     if sinks is not None:
-        return attention_with_sinks(sinks, q, k, v, mask)
+        return attention_with_sinks(q, k, v, mask, sinks)
     if isinstance(mask.attn_mask, BlockMask):
         return run_flex_attention(q, k, v, mask.attn_mask)
     causal = mask.causal and mask.attn_mask is None
@@ -166,10 +166,10 @@ def _dot_product_attention(
     )
 
 
-def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor) -> Tensor:
     """Return `attention` with one more term in each softmax's denominator: exp(sinks[head]).
 
-    Weights then sum to less than 1 (GPT-OSS). sinks: [heads]; mask: one with an attn_mask.
+    Weights then sum to less than 1 (GPT-OSS). mask: one with an attn_mask; sinks: [heads].
     """
     allowed = mask.attn_mask
     if q.is_cuda and not isinstance(allowed, Tensor):

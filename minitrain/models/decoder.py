@@ -27,7 +27,7 @@ from minitrain.models.mamba import Mamba2
 from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.mla import LatentAttention
 from minitrain.models.moe import MoE
-from minitrain.models.mtp import PredictsFurther
+from minitrain.models.mtp import MTPMixin
 
 # the matrices that write into the residual stream
 RESIDUAL_OUTPUTS = (
@@ -94,7 +94,7 @@ class Block(nn.Module):
         return x + self.mlp(normed)
 
 
-class FurtherBlock(PredictsFurther, Block):
+class MTPBlock(MTPMixin, Block):
     """A depth of multi-token prediction."""
 
 
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
         self.first = first
         self.last = last
         # exchange points: context parallelism knows which tokens this rank has; tensor-parallel
-        # ranks gather theirs for the head, and split what `predict_further` gets
+        # ranks gather theirs for the head, and split what `predict_mtp` gets
         self.make_mask = KeptMasks()
         self.gather = self.split = identity
         self.rotary_dim = config.rotary_dim
@@ -135,7 +135,7 @@ class Decoder(nn.Module):
         # a dict, not a list: a stage's first layer keeps its number
         self.model["layers"] = nn.ModuleDict({str(i): Block(config, i) for i in layers})
         for i in config.all_layers[config.num_layers :] if last else ():
-            self.model.layers[str(i)] = FurtherBlock(config, i)
+            self.model.layers[str(i)] = MTPBlock(config, i)
         if last:
             self.model["norm"] = NORMS[config.norm](hidden, eps=config.norm_eps)
         labels = config.num_labels
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
         head: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
         cache=None,
         next_tokens: Tensor | None = None,
-        further: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+        mtp: Callable[[int, Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Return logits [batch, seq, vocab], or head(hidden [batch, seq, hidden], weight, labels).
 
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         cache: the KV cache of each layer, by its number (rollout/caches.py). Then x is one sequence
             [1, tokens] of parts of several, which the cache tells apart, with positions and without
             document ids.
-        further: called for each depth of multi-token prediction with its number, hidden states and
+        mtp: called for each depth of multi-token prediction with its number, hidden states and
             the head's weight; the result is added. next_tokens: int [batch, seq, depths], for it.
         """
         if labels is not None and head is None:
@@ -193,13 +193,13 @@ class Decoder(nn.Module):
         hidden = self.gather(x)
         weight = self.head_weight
         result = F.linear(hidden, weight) if head is None else head(hidden, weight, labels)
-        for depth in range(self.config.num_nextn_predict_layers) if further is not None else ():
+        for depth in range(self.config.num_nextn_predict_layers) if mtp is not None else ():
             embedded = self.model.embed_tokens(next_tokens[..., depth])
             x = run(str(self.config.num_layers + depth), x, embedded)
-            result = result + further(depth, self.gather(x), weight)
+            result = result + mtp(depth, self.gather(x), weight)
         return result
 
-    def predict_further(
+    def predict_mtp(
         self,
         hidden: Tensor,
         tokens: Tensor,
@@ -236,7 +236,7 @@ class Decoder(nn.Module):
         rotary = self._rotary(positions, cache)
 
         def run(number: str, *inputs: Tensor) -> Tensor:
-            """Return [batch, seq, hidden], as inputs: a layer's, and for a further one embeddings."""
+            """Return [batch, seq, hidden], as inputs: a layer's, and for one of MTP embeddings."""
             layer_cache = None if cache is None else cache[int(number)]
             layer = self.model.layers[number]
             return layer(*inputs, rotary, masks[0], document_ids, masks[1], layer_cache)
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
         return list(self.model.layers.values())
 
     @property
-    def further_layers(self) -> list[nn.Module]:
+    def mtp_layers(self) -> list[nn.Module]:
         """Return the layers of multi-token prediction among `blocks`, by depth."""
         layers = self.model.layers.items()
         return [layer for number, layer in layers if int(number) >= self.config.num_layers]

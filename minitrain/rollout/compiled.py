@@ -62,9 +62,9 @@ class OpaqueCache:
         # q: [1, heads, tokens, head_dim]; k, v: [1, kv_heads, tokens, head_dim]; returned as q
         if self.is_prefill or not (q.is_cuda and self.pools):
             return self.attend_and_write(q, k, v, sinks)
-        new, width = split_kv(k, v)
+        new, channels = split_kv(k, v)
         write(self.pools, self.kv_index, new)
-        return self.attend_to_pool(q, width, sinks)
+        return self.attend_to_pool(q, channels, sinks)
 
     @torch.compiler.disable
     def attend_and_write(self, *args) -> Tensor:
@@ -73,7 +73,7 @@ class OpaqueCache:
 
     @torch.compiler.disable
     def attend_to_pool(self, *args) -> Tensor:
-        # [1, heads, rows, width]
+        # [1, heads, tokens, channels]
         return self.layer.attend_to_pool(*args)
 
     @torch.compiler.disable

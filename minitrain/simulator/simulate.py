@@ -25,7 +25,7 @@ from statistics import median_high
 
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.models.fp8_forms import without_units
+from minitrain.models.fp8_forms import without_kernel
 from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.ranks import micro_batches, row_ranks, stated_ranks
@@ -131,7 +131,7 @@ def check_simulated(config: Config, system: System) -> None:
         raise InputError("recompute=offload is not simulated: its copies need a bus (use full)")
     form = config.fp8.form
     if config.precision == "fp8" and form != "tensor":
-        products = without_units(form, config.fp8.experts, system.capability)
+        products = without_kernel(form, config.fp8.experts, system.capability)
         if products:
             raise InputError(
                 f"fp8.form={form} is not simulated on {system.name}, which has no units for its {products} (use "
@@ -203,8 +203,8 @@ def few(config: Config) -> int:
 def stages_of(config: Config, place: int) -> dict[int, dict]:
     """Return the stages of a place in the pipeline, see `local_stages`."""
     model = config.model.config
-    further = model.num_nextn_predict_layers
-    return local_stages(config.parallel, model.num_layers, place, further)
+    mtp_layers = model.num_nextn_predict_layers
+    return local_stages(config.parallel, model.num_layers, place, mtp_layers)
 
 
 def representatives(config: Config) -> dict[int, int]:

@@ -831,8 +831,8 @@ def test_numbers_that_json_has_not_are_null():
             "metrics.tensorboard=true needs the package tensorboard",
         ),
         ({"optim": {"max_skipped": 0}}, "optim.max_skipped=0 must be at least 1"),
-        ({"timeout_s": 0.0}, "timeout_s=0.0 must be at least 1"),
-        ({"timeout_s": 1e30}, "timeout_s=1e.30 must be at most 1,000,000"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0 must be between 1 and 1,000,000"),
+        ({"timeout_s": 1e30}, "timeout_s=1e.30 must be between 1 and 1,000,000"),
         ({"metrics": {"spike": -1.0}}, "metrics.spike=-1.0 must be at least 0"),
         (
             {"profile": {"steps": [2]}},

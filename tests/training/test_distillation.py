@@ -14,7 +14,8 @@ from minitrain.errors import InputError
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import make_teachers, make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_teachers, make_trainer
 from minitrain.run.tasks.train_model import check_teacher
 from minitrain.settings import Config, Distill
 from minitrain.training import loss as losses
@@ -341,10 +342,13 @@ def test_runs_learn_their_teacher(tmp_path):
             "is for task=pretrain, sft, lora and grpo, not dpo",
         ),
         (["distill.teacher=base"], "there are none (use a folder, or lora)"),
-        (["distill.teacher={deep}", "distill.beta=1"], "distill.beta=1.0 must be at most 0.999"),
+        (
+            ["distill.teacher={deep}", "distill.beta=1"],
+            "distill.beta=1.0 must be between 0.001 and 0.999",
+        ),
         (
             ["distill.teacher={deep}", "distill.temperature=0"],
-            "distill.temperature=0.0 must be at least",
+            "distill.temperature=0.0 must be between 0.01 and 1,000",
         ),
         (
             ["data.sources=[{path: a, kind: text, teacher: {deep}}, {path: b, kind: text}]"],

@@ -256,8 +256,8 @@ def read_objects(record: dict, key: str) -> list[dict]:
         with suppress(ValueError):
             item = json.loads(item) if isinstance(item, str) else item
         if not isinstance(item, dict):
-            told = json.dumps(item, ensure_ascii=False)
-            raise InputError(f"{key!r} is not supported with {told} in it (a list of objects)")
+            written = json.dumps(item, ensure_ascii=False)
+            raise InputError(f"{key!r} is not supported with {written} in it (a list of objects)")
         items.append(item)
     return items
 
@@ -338,8 +338,8 @@ def is_learned(record: dict, keys: Sequence[str]) -> bool:
     given = {key: record[key] for key in keys if record.get(key) not in (None, "")}
     for key, value in given.items():
         if value not in (0, 1):
-            told = f"{key!r} is {json.dumps(value)}, but a reply is learned or not"
-            raise InputError(f"{told} (1 and true, or 0 and false)")
+            message = f"{key!r} is {json.dumps(value)}, but a reply is learned or not"
+            raise InputError(f"{message} (1 and true, or 0 and false)")
     return all(given.values())
 
 
@@ -457,16 +457,16 @@ def read_calls(turn: dict) -> list[dict]:
 
 def arguments_of(call: dict, function: dict) -> dict:
     """Return the arguments of a call. Raises InputError where two places have different ones."""
-    told = f"the call of {function['name']!r}"
+    where = f"the call of {function['name']!r}"
     places = [(part, key) for part in (function, call) for key in ARGUMENTS]
     given = [read_arguments(part, key) for part, key in places if part.get(key) is not None]
     if not given:
         raise InputError(
-            f"{told} has no key 'arguments' (a call without arguments says 'arguments': {{}})"
+            f"{where} has no key 'arguments' (a call without arguments says 'arguments': {{}})"
         )
     filled = [arguments for arguments in given if arguments]
     if any(arguments != filled[0] for arguments in filled):
-        raise InputError(f"{told} has two different sets of arguments (keep 'arguments')")
+        raise InputError(f"{where} has two different sets of arguments (keep 'arguments')")
     return (filled or given)[0]
 
 

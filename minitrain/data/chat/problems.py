@@ -31,9 +31,10 @@ from minitrain.data.chat.chats import (
     with_system,
     words_of,
 )
-from minitrain.data.files import find_files, train_and_held_out
+from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Number, Skips, counted, other_task, read_records
+from minitrain.data.sources import train_and_held_out
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
 from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located
@@ -101,8 +102,8 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
     if made_up:
         digits = config.grpo.mock_digits
         with located(f"grpo.mock_digits={digits}"):
-            made = load_toy("reversal")(digits)
-            problems = [encode_problem(*each, template, tokenizer) for each in made]
+            generated = load_toy("reversal")(digits)
+            problems = [encode_problem(*each, template, tokenizer) for each in generated]
             check_length(problems[0], config)
     else:
         problems = list(read_records(find_files(data), read, skips))

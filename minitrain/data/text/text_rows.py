@@ -43,14 +43,16 @@ from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Data
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import ENDLESS, PADDING, first_fit_decreasing, pack_row
+from minitrain.training.packing import ENDLESS, PADDING, Dataset, first_fit_decreasing, pack_row
 
 Row = dict[str, Tensor]
 # number of tokens in token files that are checked before training
 CHECKED = 1 << 21
 
 
-def open_data(data: Data, seq_len: int, vocab_size: int, seed: int) -> tuple:
+def open_data(
+    data: Data, seq_len: int, vocab_size: int, seed: int
+) -> tuple[Dataset, Dataset | None]:
     """Return the training dataset, and the held-out one; the latter is None if data.validation is 0.
 
     A dataset has `row(n)` for n = 0, 1, 2, ... without end: a dict of int64 [seq_len] tensors. They

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TextIO
 
 from tqdm import tqdm
 
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 from minitrain.run.config.environment import group_is_up, tell_torchrun
 from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
@@ -141,7 +141,7 @@ def check_writable(option: str, file: str | None) -> None:
     # opening and closing a named pipe would end its reader's input
     if file is None or path.is_fifo():
         return
-    with refused(f"--{option}={file} cannot be written"):
+    with as_input_error(f"--{option}={file} cannot be written"):
         path.open("ab").close()
         if is_new:
             # another rank may have removed it already

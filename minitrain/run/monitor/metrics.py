@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from tqdm import tqdm
 
-from minitrain.errors import naming
+from minitrain.errors import writing
 from minitrain.parallel.agreement import broadcast
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.monitor.draw_curves import curves
@@ -103,7 +103,7 @@ class MetricsLog:
         """Write a step's numbers with all digits, and show the main ones."""
         if not self.enabled:
             return
-        with naming(self.file.name):
+        with writing(self.file.name):
             self.file.write(to_line(numbers))
             self.file.flush()
         self.losses.append(numbers["loss"])
@@ -153,7 +153,7 @@ class MetricsLog:
         checkpoint without the numbers of its steps.
         """
         if self.enabled:
-            with naming(self.file.name):
+            with writing(self.file.name):
                 os.fsync(self.file.fileno())
 
     def skipped_steps(self, updates: int = 1) -> int:
@@ -183,7 +183,7 @@ class MetricsLog:
         if not self.enabled:
             return
         self.bar.close()
-        with naming(self.file.name):
+        with writing(self.file.name):
             self.file.close()
         file = Path(self.file.name)
         lines, _ = read_lines(file)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from minitrain.data.files import has_tokenizer
+from minitrain.data.sources import has_tokenizer
 from minitrain.data.tokenizer import check_same_ids
-from minitrain.errors import located, refused
+from minitrain.errors import as_input_error, located
 from minitrain.formats.config_hf import export_fault, not_trained_with
 from minitrain.formats.hf import find_weights
 from minitrain.models.decoder_config import check_vocabulary
@@ -26,10 +26,11 @@ from minitrain.run.config.load import to_dict
 from minitrain.run.config.unread import unread
 from minitrain.run.launch.failures import record_flights, recorded
 from minitrain.run.launch.lock import locked
-from minitrain.run.launch.start import pick_device, teacher_config
+from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
+from minitrain.run.tasks.initial_weights import teacher_config
 from minitrain.run.tasks.rows_task import RowsTask, open_rows
 from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
@@ -51,7 +52,7 @@ def train(config: Config) -> None:
         print(opening(config, world_size()), flush=True)
     # report mistakes in the data before a folder is made, and even while another run holds the lock
     make_task = open_task(config)
-    with refused(f"out_dir={config.out_dir!r} cannot be created"):
+    with as_input_error(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if pick_device(config.device).type == "cuda":
         record_flights(folder)
