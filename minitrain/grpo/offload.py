@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, UntypedStorage
 
-from minitrain.parallel.offload import bytes_of, copy_to_host
+from minitrain.parallel.activation_offload import bytes_of, copy_to_host
 from minitrain.parallel.shards import to_local
 
 Tensors = Callable[[], Iterable[Tensor]]

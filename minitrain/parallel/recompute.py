@@ -12,8 +12,8 @@ A block of width h saves about 34 h bytes per token in bf16 (Korthikanti et al. 
                 together
     selective   outputs of matrix products, attention,     norms, activations and rotations run
                 all-to-alls and reduce-scatters            twice: a few percent
-    offload     nothing on the device but two blocks'      copies over the bus (offload.py); they are
-                everything; all of it on the host          hidden if blocks compute for longer
+    offload     everything, on the host; on the device     copies over the bus, hidden if blocks
+                that of two blocks                         compute for longer (activation_offload.py)
 
 In the backward pass the activations of one block come on top.
 
@@ -34,8 +34,8 @@ from torch.utils.checkpoint import (
 )
 
 from minitrain.models.variants import set_variant
+from minitrain.parallel.activation_offload import offload
 from minitrain.parallel.collectives import operators
-from minitrain.parallel.offload import offload
 
 _ops = torch.ops.aten
 ATTENTION = {

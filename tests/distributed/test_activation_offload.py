@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain.data.datasets import open_dataset
 from minitrain.models.layers import rotary_tables
-from minitrain.parallel import offload
+from minitrain.parallel import activation_offload as offload
 from minitrain.parallel.shards import to_local
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
