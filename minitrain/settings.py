@@ -478,8 +478,9 @@ class Config:
     # 0: its layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
     compile: bool = False  # compile the model with torch.compile, block by block
-    # which activations are recomputed; n: those of every n-th block (see parallel/recompute.py)
-    recompute: Literal["none", "full", "attention", "selective"] | int = "none"
+    # which activations are recomputed; n: those of every n-th block; offload: none, they wait on the
+    # host (see parallel/recompute.py)
+    recompute: Literal["none", "full", "attention", "selective", "offload"] | int = "none"
     validation: Validation = setting(default_factory=Validation)
     checkpoint: Checkpoint = setting(default_factory=Checkpoint)
     metrics: Metrics = setting(default_factory=Metrics)

@@ -124,7 +124,7 @@ def _value_faults(c: Config) -> Faults:
     )
     yield (
         isinstance(c.recompute, int) and c.recompute < 2,
-        f"recompute={c.recompute} must be none, full, attention, selective or a whole number of at least 2 "
+        f"recompute={c.recompute} must be none, full, attention, selective, offload or a whole number of at least 2 "
         f"(every n-th block)",
     )
     yield (
