@@ -39,7 +39,7 @@ BUDGETS = {
     "user_code": 500,
     "settings": 2_300,
     "models": 34_600,
-    "parallel": 16_500,
+    "parallel": 16_950,
     "training": 17_000,
     "rollout": 23_250,
     "grpo": 15_050,

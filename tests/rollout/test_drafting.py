@@ -366,8 +366,8 @@ def test_drafts_that_cannot_be():
             "^rollout.draft=mtp: the model has no layers of multi-token prediction",
         ),
         ({"draft": "none"}, "^rollout.draft=none: none/config.json"),
-        ({"draft_tokens": 0}, "^rollout.draft_tokens=0 must be at least 1"),
-        ({"draft_tokens": 65}, "^rollout.draft_tokens=65 must be at most 64"),
+        ({"draft_tokens": 0}, "^rollout.draft_tokens=0 must be between 1 and 64"),
+        ({"draft_tokens": 65}, "^rollout.draft_tokens=65 must be between 1 and 64"),
     ],
 )
 def test_settings_that_make_no_sense(setting, line, tmp_path, monkeypatch):

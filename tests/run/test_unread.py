@@ -92,7 +92,12 @@ READ = {
     "rollout": [GRPO],
     "mtp_weight": [{"model": WITH_MTP}, {"model": WITH_MTP, "task": "sft"}],
     "fp8": [{"precision": "fp8"}],
+    "distill": [{"distill.teacher": "x"}],
+    "distill.divergence": [{}],
+    "distill.beta": [{"distill.divergence": "js"}],
 }
+# the setting of a section that turns the others on is always read
+SWITCHES = {"distill.teacher"}
 # where a setting is read by default, what takes its reader away
 TAKEN = {
     "steps": {"epochs": 1.0},
@@ -101,6 +106,7 @@ TAKEN = {
     "optim.eps": {"optim.name": "sgd"},
     "grpo.reward": {"grpo.environment": "x:Y"},
     "grpo.mock_digits": JSONL,
+    "distill.divergence": GRPO,
 }
 
 
@@ -138,6 +144,9 @@ def others(key: str) -> dict:
     if not dataclasses.is_dataclass(kind):
         return {key: other_value(kind, getattr(Config(), key))}
     fields = {field.name for field in dataclasses.fields(kind)}
+    fields -= {
+        switch.partition(".")[2] for switch in SWITCHES if switch.startswith(f"{section}.")
+    }
     hints = typing.get_type_hints(kind)
     chosen = {name} if name else fields - {k.partition(".")[2] for k in READERS if "." in k}
     assert chosen <= fields

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from minitrain.data.sources import data_by_source
-from minitrain.run.config.checks import CHATS
+from minitrain.run.config.task_checks import CHATS
 from minitrain.settings import Config
 from minitrain.training.mtp_loss import knows_mtp
 

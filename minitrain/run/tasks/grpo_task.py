@@ -28,7 +28,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import routing_width
 from minitrain.parallel.agreement import gather, lead, together, wait_for_all
 from minitrain.rollout.drafting import MTP
-from minitrain.run.checkpoint.checkpoint_files import complete_steps
+from minitrain.run.checkpoint.checkpoint_folders import complete_steps
 from minitrain.run.checkpoint.checkpointer import (
     Checkpointer,
     checkpoint_group,
