@@ -14,9 +14,18 @@ MAX_LORA_ALPHA = 10**9
 MAX_RATIO = 10**9
 
 
-def number(default: float, least: float, most: float = 2**63 - 1) -> Any:
-    """Return the field of a setting that must lie between `least` and `most`."""
-    return setting(default=default, metadata={"least": least, "most": most})
+def number(
+    default: float,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Return the field of a number with limits, included (least, most) or excluded (above, below)."""
+    limits = {"least": least, "above": above, "most": most, "below": below}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return setting(default=default, metadata=given)
 
 
 @dataclass
@@ -84,7 +93,8 @@ class Data:
     # what happens at lines, files or rows of tokens that cannot be used
     on_error: Literal["error", "skip"] = "error"
     text_tokens: int = number(512, 1, 1 << 20)  # length to which the texts of videos are padded
-    validation: float = 0.0  # share of the documents or videos that is held out
+    # share of the documents or videos that is held out
+    validation: float = number(0.0, 0, below=1)
     validation_path: str | list[str] = ""  # files to hold out instead, of the same kind
 
 
@@ -156,15 +166,16 @@ class Optim:
     # round weights and states that are stored in bf16 stochastically; Muon's weights need it there
     stochastic_rounding: bool = False
     # decay of the weights' moving average (training/ema.py); 0: no average
-    ema: float = number(0.0, 0, 1)
+    ema: float = number(0.0, 0, below=1)
     ema_warmup: bool = False  # use a smaller decay of the average in the first steps
     newton_schulz: Literal["bf16", "fp32"] = "bf16"  # type of Muon's matrix products
     # shape of the learning rate after the warm-up; wsd: constant, then linear over the last steps
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    decay: float = 0.1  # share of the steps, at the end, in which wsd lowers the learning rate
+    # share of the steps, at the end, in which wsd lowers the learning rate
+    decay: float = number(0.1, 0, 1)
     warmup: int = number(0, 0)  # number of first steps, in which the learning rate rises
     # learning rate of the last step as a share of lr, if at least two steps follow the warm-up
-    final_lr: float = 0.0
+    final_lr: float = number(0.0, 0, 1)
 
 
 @dataclass
@@ -241,7 +252,8 @@ class Rollout:
     slots: int = number(256, 1, 1 << 20)  # most samples that are decoded at once
     page_size: int = number(128, 1, 1 << 20)  # tokens per page; on CUDA a multiple of 128
     pages: int = number(0, 0, 1 << 24)  # pages of the pool; 0: as many as fit into `memory`
-    memory: float = 0.5  # share of the memory that is free when the pool is made
+    # share of the memory that is free when the pool is made
+    memory: float = number(0.5, above=0, most=1)
     chunk: int = number(2048, 1, 1 << 30)  # most prompt tokens that are computed at once
     # decoding steps after which the host looks at the tokens; 0: 16 on CUDA, 1 on the CPU
     steps: int = number(0, 0, 1 << 20)
@@ -375,10 +387,10 @@ class Lora:
     """
 
     rank: int = number(16, 1, MAX_LORA_RANK)  # rank of the matrices A and B
-    alpha: float = number(32.0, 0, MAX_LORA_ALPHA)  # scales the update by alpha / rank
+    alpha: float = number(32.0, above=0, most=MAX_LORA_ALPHA)  # scales the update by alpha / rank
     # share of the channels that adapters drop in training; which channels depends on the number of
     # ranks, so a run that continues on another number of them draws others
-    dropout: float = 0.0
+    dropout: float = number(0.0, 0, below=1)
     # what is dropped: channels of the adapters' input (pre), or of their update (post)
     dropout_position: Literal["pre", "post"] = "pre"
     rslora: bool = False  # scale the update by alpha / sqrt(rank) instead
@@ -441,7 +453,7 @@ class Config:
     task: Literal["pretrain", "sft", "diffusion", "lora", "grpo", "dpo", "reward"] = "pretrain"
     steps: int = number(100, 1)  # updates of the weights
     epochs: float = number(0.0, 0)  # passes over the data; above 0, they replace `steps`
-    seed: int = number(0, 0, 2**63 - 1)  # seed of weights, order of the data and dropout
+    seed: int = number(0, 0)  # seed of weights, order of the data and dropout
     out_dir: str = "out/run"  # folder for checkpoints, metrics and the result
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to run; auto: a GPU if there is one
     data: Data = setting(default_factory=Data)
@@ -466,8 +478,9 @@ class Config:
     # 0: its layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
     compile: bool = False  # compile the model with torch.compile, block by block
-    # which activations are recomputed; n: those of every n-th block (see parallel/recompute.py)
-    recompute: Literal["none", "full", "attention", "selective"] | int = "none"
+    # which activations are recomputed; n: those of every n-th block; offload: none, they wait on the
+    # host (see parallel/recompute.py)
+    recompute: Literal["none", "full", "attention", "selective", "offload"] | int = "none"
     validation: Validation = setting(default_factory=Validation)
     checkpoint: Checkpoint = setting(default_factory=Checkpoint)
     metrics: Metrics = setting(default_factory=Metrics)

@@ -9,7 +9,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable
 from functools import partial
-from statistics import median_high as median
+from statistics import median_high
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from minitrain.run.monitor.hardware import timed
 from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, to_device
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 from minitrain.training.optim import clip_gradients, make_optimizer
 
 
@@ -57,9 +57,9 @@ def versus_result(library: str, pairs: list[list[float]]) -> dict:
     ratios = [theirs / ours for ours, theirs in pairs]
     return {
         "versus": library,
-        "versus_ratio": median(ratios),
+        "versus_ratio": median_high(ratios),
         "versus_ratio_range": [min(ratios), max(ratios)],
-        "versus_step_time_s": [median(column) for column in zip(*pairs, strict=True)],
+        "versus_step_time_s": [median_high(column) for column in zip(*pairs, strict=True)],
     }
 
 
@@ -76,7 +76,7 @@ def check_versus(config: Config, library: str) -> None:
         raise InputError(
             f"--versus {library} is for training steps, not for task=grpo (sampling has --generate)"
         )
-    if library != "full" and (config.task == "dpo" or trains_further(config)):
+    if library != "full" and (config.task == "dpo" or trains_mtp(config)):
         raise InputError(
             f"--versus {library}: it learns next tokens alone (use task=sft, and mtp_weight=0)"
         )

@@ -20,7 +20,7 @@ from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
 from minitrain.models.router import Router
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.collectives import sum_over
+from minitrain.parallel.collectives import sum_over_
 from minitrain.parallel.fsdp_fp8 import gather_in_fp8, gathered_wide
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
@@ -28,7 +28,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import local_shard
 from minitrain.settings import Config
 from minitrain.training.footprint import check_fits
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 
 
 def build_model(
@@ -89,22 +89,27 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
             model.score.float().requires_grad_(True)
     if config.precision == "fp8":
         p = config.parallel
-        # a scale per tensor only where each rank has one expert
-        one_each = p.ep > 1 and p.ep == getattr(config.model.config, "num_experts", 0)
         to_fp8(
             model.blocks,
             config.fp8.fast_accumulation,
             tp=p.tp,
-            experts=config.fp8.experts and (one_each or config.fp8.form != "tensor"),
+            experts=fp8_experts(config),
             form=config.fp8.form,
             experts_tp=1 if p.ep > 1 else p.tp,
         )
     if config.lora and config.lora.base != "bf16":
         freeze(model.blocks, config.lora.base)
-    if getattr(model, "further_layers", ()) and not trains_further(config):
-        for layer in model.further_layers:
+    if getattr(model, "mtp_layers", ()) and not trains_mtp(config):
+        for layer in model.mtp_layers:
             layer.requires_grad_(False)
     return model
+
+
+def fp8_experts(config: Config) -> bool:
+    """Tell whether routed experts compute in FP8: with a scale per tensor, only one on each rank."""
+    ep = config.parallel.ep
+    one_each = ep > 1 and ep == getattr(config.model.config, "num_experts", 0)
+    return config.fp8.experts and (one_each or config.fp8.form != "tensor")
 
 
 def fp8_notes(model: Module, config: Config, meshes: Meshes) -> Iterator[str]:
@@ -126,7 +131,7 @@ def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
     for module in model.modules():
         if isinstance(module, Router):
             mesh = meshes.sequence if config.model.config.seq_aux else meshes.tokens
-            module.sum_counts = partial(sum_over, mesh)
+            module.sum_counts = partial(sum_over_, mesh)
 
 
 @torch.no_grad()

@@ -750,7 +750,7 @@ def test_tensorboard_gets_all_numbers_in_groups_and_config_and_pictures(run, mon
             "peak_memory_gib",
             "wall_time_s",
         },
-        "train": {"loss", "grad_norm", "lr", "tokens", "skipped"},
+        "train": {"loss", "grad_norm", "lr", "tokens", "step_tokens", "skipped"},
     }
     for line in lines(out):
         assert line.keys() - {"step", "batch"} <= set().union(*groups.values())
@@ -807,9 +807,9 @@ def test_a_logger_of_ones_own_gets_each_steps_numbers_and_ends_no_run(run, capsy
         ("tests.faults.test_observability:noted", "metrics.logger=.* is a list, not a function"),
     ],
 )
-def test_a_logger_that_is_none(run, name, problem):
+def test_a_wrong_logger_is_refused_before_the_data_is_opened(run, name, problem):
     with pytest.raises(InputError, match=f"^{problem}"):
-        run([], metrics={"logger": name})
+        run([], metrics={"logger": name}, data={"kind": "text", "path": "/no/such/file"})
 
 
 def test_numbers_that_json_has_not_are_null():
@@ -831,8 +831,8 @@ def test_numbers_that_json_has_not_are_null():
             "metrics.tensorboard=true needs the package tensorboard",
         ),
         ({"optim": {"max_skipped": 0}}, "optim.max_skipped=0 must be at least 1"),
-        ({"timeout_s": 0.0}, "timeout_s=0.0 must be at least 1"),
-        ({"timeout_s": 1e30}, "timeout_s=1e.30 must be at most 1,000,000"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0 must be between 1 and 1,000,000"),
+        ({"timeout_s": 1e30}, "timeout_s=1e.30 must be between 1 and 1,000,000"),
         ({"metrics": {"spike": -1.0}}, "metrics.spike=-1.0 must be at least 0"),
         (
             {"profile": {"steps": [2]}},

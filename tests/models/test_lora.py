@@ -40,7 +40,7 @@ from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel.parallelize import apply_techniques
 from minitrain.parallel.recompute import recompute
-from minitrain.run.checkpoint.checkpoint_files import read_index
+from minitrain.run.checkpoint.checkpoint_index import read_index
 from minitrain.run.config.load import from_dict, to_dict
 from minitrain.run.launch.start import start
 from minitrain.run.monitor.flops import clean, count_work, lora_weights
@@ -443,8 +443,8 @@ def test_by_default_all_linears_of_attention_and_mlps_are_adapted():
 @pytest.mark.parametrize(
     ("lora", "line"),
     [
-        ({"rank": 0}, "lora.rank=0 must be at least 1"),
-        ({"alpha": 2e9}, "lora.alpha=2000000000.0 must be at most 1,000,000,000"),
+        ({"rank": 0}, "lora.rank=0 must be between 1 and 65,536"),
+        ({"alpha": 2e9}, "lora.alpha=2000000000.0 must be above 0 and at most 1,000,000,000"),
         ({"dropout": 1.0}, "lora.dropout=1.0 must be at least 0 and below 1"),
         ({"alpha": 0}, "lora.alpha=0.0 must be above 0"),
         (

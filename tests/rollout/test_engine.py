@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def pages_of(sampler: Sampler) -> int:
-    return capacity.page_count(sampler.cached, sampler.settings, sampler.slots, sampler.longest)
+    return capacity.page_count(sampler.cached, sampler.settings, sampler.rows, sampler.longest)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -316,7 +316,7 @@ def test_memory_is_for_samples_as_long_as_expected(name):
         [each.tokens for each in s.generate(prompts, params)] for s in (short, roomy)
     )
     assert found == expected
-    assert [short.page_count, short.width] == [4 * 2 + 1, 2 + 1]
+    assert [short.page_count, short.columns] == [4 * 2 + 1, 2 + 1]
     with pytest.raises(
         InputError, match="a prompt of 9 tokens: use 1 to 8, there are 9 positions"
     ):
@@ -643,10 +643,16 @@ def test_what_is_computed_after_a_samples_end_spoils_no_later_one():
     ("setting", "line"),
     [
         ({"temperature": 1e-9}, "rollout.temperature=1e-09 must be 0, or at least 1e-06"),
-        ({"slots": 0}, "rollout.slots=0 must be at least 1"),
-        ({"pages": -1}, "rollout.pages=-1 must be at least 0"),
-        ({"pages": 2**63 - 1}, "rollout.pages=9223372036854775807 must be at most 16,777,216"),
-        ({"steps": 2**63 - 1}, "rollout.steps=9223372036854775807 must be at most 1,048,576"),
+        ({"slots": 0}, "rollout.slots=0 must be between 1 and 1,048,576"),
+        ({"pages": -1}, "rollout.pages=-1 must be between 0 and 16,777,216"),
+        (
+            {"pages": 2**63 - 1},
+            "rollout.pages=9223372036854775807 must be between 0 and 16,777,216",
+        ),
+        (
+            {"steps": 2**63 - 1},
+            "rollout.steps=9223372036854775807 must be between 0 and 1,048,576",
+        ),
         ({"memory": 0}, "rollout.memory=0.0 must be above 0 and at most 1"),
         ({"memory": 1.5}, "rollout.memory=1.5 must be above 0 and at most 1"),
     ],

@@ -59,6 +59,17 @@ def test_comments_are_those_above_and_behind():
     assert comments(Optim)["max_skipped"].startswith("number of steps in a row")
 
 
+def test_a_setting_without_a_comment_is_refused():
+    @dataclasses.dataclass
+    class Section:
+        # a heading of no field
+
+        bare: int = 2
+
+    with pytest.raises(ValueError, match="Section.bare has no comment"):
+        list(annotate(Section()))
+
+
 def test_help_lists_sections_and_their_keys(capsys):
     with pytest.raises(SystemExit) as end:
         train.main(["--config", "x", "--help"])

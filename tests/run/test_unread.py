@@ -41,7 +41,7 @@ TOKENS = {"data.kind": "tokens", "data.path": "x"}
 CHATS = {"task": "sft"} | JSONL
 GRPO = {"task": "grpo"}
 MIXED = {"data.sources": [Source("x", kind="jsonl"), Source("y", kind="tokens")]}
-PREDICTS_FURTHER = configs.from_dict(
+WITH_MTP = configs.from_dict(
     {"model": {"name": "deepseek-v3-tiny", "num_nextn_predict_layers": 1}}
 ).model
 # what else a run has that reads a setting, one dict for each way
@@ -90,9 +90,14 @@ READ = {
     "dpo": [{"task": "dpo"}],
     "grpo": [GRPO],
     "rollout": [GRPO],
-    "mtp_weight": [{"model": PREDICTS_FURTHER}, {"model": PREDICTS_FURTHER, "task": "sft"}],
+    "mtp_weight": [{"model": WITH_MTP}, {"model": WITH_MTP, "task": "sft"}],
     "fp8": [{"precision": "fp8"}],
+    "distill": [{"distill.teacher": "x"}],
+    "distill.divergence": [{}],
+    "distill.beta": [{"distill.divergence": "js"}],
 }
+# the setting of a section that turns the others on is always read
+SWITCHES = {"distill.teacher"}
 # where a setting is read by default, what takes its reader away
 TAKEN = {
     "steps": {"epochs": 1.0},
@@ -101,6 +106,7 @@ TAKEN = {
     "optim.eps": {"optim.name": "sgd"},
     "grpo.reward": {"grpo.environment": "x:Y"},
     "grpo.mock_digits": JSONL,
+    "distill.divergence": GRPO,
 }
 
 
@@ -138,6 +144,9 @@ def others(key: str) -> dict:
     if not dataclasses.is_dataclass(kind):
         return {key: other_value(kind, getattr(Config(), key))}
     fields = {field.name for field in dataclasses.fields(kind)}
+    fields -= {
+        switch.partition(".")[2] for switch in SWITCHES if switch.startswith(f"{section}.")
+    }
     hints = typing.get_type_hints(kind)
     chosen = {name} if name else fields - {k.partition(".")[2] for k in READERS if "." in k}
     assert chosen <= fields

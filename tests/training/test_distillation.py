@@ -342,10 +342,13 @@ def test_runs_learn_their_teacher(tmp_path):
             "is for task=pretrain, sft, lora and grpo, not dpo",
         ),
         (["distill.teacher=base"], "there are none (use a folder, or lora)"),
-        (["distill.teacher={deep}", "distill.beta=1"], "distill.beta=1.0 must be at most 0.999"),
+        (
+            ["distill.teacher={deep}", "distill.beta=1"],
+            "distill.beta=1.0 must be between 0.001 and 0.999",
+        ),
         (
             ["distill.teacher={deep}", "distill.temperature=0"],
-            "distill.temperature=0.0 must be at least",
+            "distill.temperature=0.0 must be between 0.01 and 1,000",
         ),
         (
             ["data.sources=[{path: a, kind: text, teacher: {deep}}, {path: b, kind: text}]"],

@@ -16,7 +16,7 @@ from minitrain.data.datasets import open_dataset
 from minitrain.data.records import counted
 from minitrain.data.text.text_rows import Sample
 from minitrain.errors import InputError
-from minitrain.grpo.batches import reply_sample
+from minitrain.grpo.batches import reply_example
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
 from minitrain.run.tasks.initial_weights import make_trainer
@@ -73,7 +73,7 @@ def as_samples(pairs: list[dict], scored: bool = False) -> list[list[Sample]]:
     def sample(prompt: list[int], reply: list[int]) -> Sample:
         if scored:
             return scored_sample(np.array(prompt + reply), np.array([True]))
-        return Sample(**reply_sample(prompt, reply))
+        return Sample(**reply_example(prompt, reply))
 
     sides = ("chosen_ids", "rejected_ids")
     return [[sample(pair["prompt_ids"], pair[key]) for key in sides] for pair in pairs]

@@ -1,19 +1,20 @@
-"""Check settings against each other. Checks of parallel layouts are in layout_checks.py.
+"""Check settings against each other: `validate`, and what runs of every task must meet.
 
 All run before anything is built or a process group starts. The limits of single fields are metadata
 in settings.py. All other checks are generators of (is it wrong?, message) pairs: the first pair that
-is wrong becomes the error.
+is wrong becomes the error. What each task needs is in task_checks.py, what parallel layouts need in
+layout_checks.py.
 """
 
 import dataclasses
 import importlib.util
 import math
+import operator
 import os
 from typing import Any
 
 from minitrain.data.sources import data_by_source
 from minitrain.errors import Faults, refuse
-from minitrain.formats.config_hf import check_family
 from minitrain.formats.peft import adapter_shapes
 from minitrain.models.fp8_forms import FORMS
 from minitrain.rollout.sampling import MIN_TEMPERATURE
@@ -21,20 +22,29 @@ from minitrain.run.config.layout_checks import (
     context_faults,
     expert_parallel_faults,
     pipeline_faults,
-    sampler_faults,
     tensor_faults,
     unused_pipeline_faults,
 )
-from minitrain.settings import GRPO, Config
-from minitrain.training.distillation import BASE
-from minitrain.training.mtp_loss import trains_further
+from minitrain.run.config.task_checks import (
+    CHATS,
+    diffusion_faults,
+    distill_faults,
+    grpo_faults,
+    language_faults,
+    replay_faults,
+)
+from minitrain.settings import Config
 from minitrain.training.sigmas import check_diffusion
 
-VIDEOS = ("latents", "shapes")
 # kinds of data that can be mixed
 SOURCES = ("text", "jsonl", "tokens")
-# tasks that train on chats
-CHATS = ("sft", "lora", "dpo", "reward")
+# kind of limit -> what a number within it meets, and the words for it
+COMPARISONS = {
+    "least": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "most": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
 
 
 def validate(c: Config, of_shape: bool = False) -> None:
@@ -55,15 +65,15 @@ def validate(c: Config, of_shape: bool = False) -> None:
         (p.ep > 1, expert_parallel_faults),
         (c.validation.every or c.validation.exact_match, _held_out_faults),
         (c.lora, _lora_faults),
-        (videos, _diffusion_faults),
-        (not videos, _language_faults),
+        (videos, diffusion_faults),
+        (not videos, language_faults),
         (not videos and p.tp > 1, tensor_faults),
         (not videos and p.cp > 1, context_faults),
         (p.pp == 1, unused_pipeline_faults),
         (p.pp > 1, pipeline_faults),
-        (True, _distill_faults),
-        (c.task == "grpo", _grpo_faults),
-        (c.task == "grpo" and c.grpo.replay_routing, _replay_faults),
+        (True, distill_faults),
+        (c.task == "grpo", grpo_faults),
+        (c.task == "grpo" and c.grpo.replay_routing, replay_faults),
     ]
     for concerned, faults in checks:
         if concerned and (faults in OF_SHAPE or not of_shape):
@@ -80,10 +90,16 @@ def _range_faults(section: Any, prefix: str = "") -> Faults:
         if dataclasses.is_dataclass(value):
             yield from _range_faults(value, f"{name}.")
         elif field.metadata:
-            least = field.metadata["least"]
-            most = field.metadata["most"]
-            yield value < least, f"{name}={value} must be at least {least}"
-            yield value > most, f"{name}={value} must be at most {most:,}"
+            kept = (COMPARISONS[kind][0](value, n) for kind, n in field.metadata.items())
+            yield not all(kept), f"{name}={value} must be {_range(**field.metadata)}"
+            yield value >= 2**63, f"{name}={value} must be at most {2**63 - 1:,}"
+
+
+def _range(**limits: float) -> str:
+    """Return in words where the numbers within these limits lie. limits: see `number`."""
+    if limits.keys() == {"least", "most"}:
+        return f"between {limits['least']:,} and {limits['most']:,}"
+    return " and ".join(f"{COMPARISONS[kind][1]} {n:,}" for kind, n in limits.items())
 
 
 def _value_faults(c: Config) -> Faults:
@@ -107,20 +123,8 @@ def _value_faults(c: Config) -> Faults:
         f"optim.clip={o.clip} must be above 0, or null for none",
     )
     yield (
-        o.ema == 1,
-        "optim.ema=1 would never change the averages (use a number below 1, such as 0.999)",
-    )
-    yield (
-        not 0 <= o.final_lr <= 1,
-        f"optim.final_lr={o.final_lr} must be between 0 and 1, a share of optim.lr",
-    )
-    yield (
-        not 0 <= o.decay <= 1,
-        f"optim.decay={o.decay} must be between 0 and 1, a share of steps",
-    )
-    yield (
         isinstance(c.recompute, int) and c.recompute < 2,
-        f"recompute={c.recompute} must be none, full, attention, selective or a whole number of at least 2 "
+        f"recompute={c.recompute} must be none, full, attention, selective, offload or a whole number of at least 2 "
         f"(every n-th block)",
     )
     yield (
@@ -131,18 +135,10 @@ def _value_faults(c: Config) -> Faults:
         0 < c.rollout.temperature < MIN_TEMPERATURE,
         f"rollout.temperature={c.rollout.temperature} must be 0, or at least {MIN_TEMPERATURE}",
     )
-    yield (
-        not 0 < c.rollout.memory <= 1,
-        f"rollout.memory={c.rollout.memory} must be above 0 and at most 1: a share of the free memory",
-    )
 
 
 def _data_faults(c: Config) -> Faults:
     d = c.data
-    yield (
-        not 0 <= d.validation < 1,
-        f"data.validation={d.validation} must be at least 0 and below 1",
-    )
     made_up = d.kind in ("mock", "shapes")
     yield not (d.sources or made_up or d.path), f"data.kind={d.kind} needs data.path"
     yield (
@@ -261,7 +257,7 @@ def _precision_faults(c: Config) -> Faults:
         f"fp8.fast_accumulation={c.fp8.fast_accumulation} is for fp8.form=tensor or row, not {form} (use none)",
     )
     yield (
-        fp8 and c.fp8.keep_transposed and not FORMS[form].turns,
+        fp8 and c.fp8.keep_transposed and not FORMS[form].square_blocks,
         f"fp8.keep_transposed=true needs weights that are rounded once, and fp8.form={form} rounds them for each "
         f"product (use false)",
     )
@@ -277,13 +273,6 @@ def _precision_faults(c: Config) -> Faults:
 
 
 def _lora_faults(c: Config) -> Faults:
-    alpha = c.lora.alpha
-    dropout = c.lora.dropout
-    yield (
-        alpha <= 0,
-        f"lora.alpha={alpha} must be above 0: it is what adapters count, divided by rank",
-    )
-    yield not 0 <= dropout < 1, f"lora.dropout={dropout} must be at least 0 and below 1"
     speed = getattr(c.model.config, "bias_update_speed", 0)
     # grpo never changes this bias
     yield (
@@ -329,194 +318,9 @@ def _held_out_faults(c: Config) -> Faults:
     )
 
 
-def _language_faults(c: Config) -> Faults:
-    model = c.model.config
-    check_family(model)
-    kind = c.data.kind
-    yield (
-        model.num_labels and c.task != "reward",
-        f"model.num_labels={model.num_labels}: a model with a score as its head is for task=reward, not {c.task}",
-    )
-    yield (
-        c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
-        f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "
-        f"(use aggregation=token, or mtp_weight=0)",
-    )
-    yield (
-        c.batch.seq_len > model.max_position_embeddings,
-        f"batch.seq_len={c.batch.seq_len} exceeds the model's "
-        f"max_position_embeddings={model.max_position_embeddings}",
-    )
-    yield kind in VIDEOS, f"data.kind={kind} holds videos: it needs task=diffusion"
-    yield (
-        c.task in CHATS and kind not in ("jsonl", "mock"),
-        f"data.kind={kind} holds no chats, as task={c.task} needs (use jsonl or mock)",
-    )
-    # a weight divided by itself is 1, whatever a new router computes. A router from a checkpoint may
-    # have been trained otherwise
-    alike = model.norm_topk_prob and 1 == model.num_experts_per_tok < model.num_experts
-    yield (
-        alike and not (model.fake_balanced_gate or c.model.path or c.lora),
-        "model.num_experts_per_tok=1 with norm_topk_prob=true: each token's weight would be 1, and the router get "
-        "no gradient (use 2, or false)",
-    )
-
-
-def _diffusion_faults(c: Config) -> Faults:
-    p = c.parallel
-    model = c.model.config
-    d = c.data
-    length = c.batch.seq_len
-    yield (
-        d.kind not in ("mock", *VIDEOS),
-        f"data.kind={d.kind} holds no videos (for task=diffusion use latents, shapes or mock)",
-    )
-    yield p.pp > 1, f"parallel.pp={p.pp} is not for diffusion (use 1)"
-    yield (
-        model.in_channels < model.out_channels,
-        f"model.in_channels={model.in_channels} must be at least out_channels={model.out_channels}: the noisy "
-        f"latents, and behind them an image-to-video model's condition",
-    )
-    if d.kind == "mock":
-        patch = list(model.patch_size)
-        fits = len(d.size) == 3 and min(d.size) > 0
-        yield (
-            not fits or any(size % n for size, n in zip(d.size, patch, strict=True)),
-            f"data.size={d.size} must be frames, height and width, which patches of {patch} divide",
-        )
-        patches = math.prod(d.size) // math.prod(patch)
-        yield (
-            length != patches,
-            f"batch.seq_len={length} is not the number of patches of data.size={d.size}, {patches}",
-        )
-    heads = p.cp * p.tp if p.context == "ulysses" else p.tp
-    for name, size, ranks in (
-        ("num_attention_heads", model.num_attention_heads, heads),
-        ("ffn_dim", model.ffn_dim, p.tp),
-        ("batch.seq_len", length, p.cp * p.tp),
-    ):
-        yield (
-            size % ranks,
-            f"parallel.tp={p.tp} x cp={p.cp} with context={p.context} does not divide {name}={size}",
-        )
-
-
-def _distill_faults(c: Config) -> Faults:
-    teachers = c.teachers
-    yield (
-        teachers and c.task not in ("pretrain", "sft", "lora", "grpo"),
-        f"distill.teacher={teachers[:1]} is for task=pretrain, sft, lora and grpo, not {c.task} (leave it out)",
-    )
-    yield (
-        not all(teachers),
-        "data.sources: some have a teacher and others none (give each one, or distill.teacher for the rest)",
-    )
-    yield (
-        BASE in teachers and not c.lora,
-        f"distill.teacher={BASE} is the model without its adapters, and there are none (use a folder, or lora)",
-    )
-
-
-def _grpo_faults(c: Config) -> Faults:
-    g = c.grpo
-    limit = c.rollout
-    dropout = c.lora and c.lora.dropout
-    yield dropout, f"lora.dropout={dropout}: the sampler would disagree with the trainer (use 0)"
-    yield (
-        c.data.kind not in ("mock", "jsonl"),
-        f"data.kind={c.data.kind} holds no problems, as task=grpo needs (use jsonl or mock)",
-    )
-    yield c.optim.ema, f"optim.ema={c.optim.ema} is not for task=grpo, which samples (use 0)"
-    yield g.group < 2 and not c.teachers, f"grpo.group={g.group} must be at least 2"
-    responses = g.prompts * g.group
-    yield (
-        responses % c.batch.global_,
-        f"batch.global={c.batch.global_} does not divide grpo.prompts={g.prompts} x group={g.group} = {responses} "
-        f"responses per step",
-    )
-    yield (
-        limit.temperature <= 0,
-        f"rollout.temperature={limit.temperature} must be above 0, for samples that differ",
-    )
-    clips = g.dual_clip is not None
-    yield (
-        clips and g.dual_clip <= 1 + g.clip_high,
-        f"grpo.dual_clip={g.dual_clip} must be above 1 + clip_high={1 + g.clip_high}",
-    )
-    yield (
-        clips and g.surrogate != "clip",
-        f"grpo.dual_clip={g.dual_clip} is of surrogate=clip alone, not of {g.surrogate} (use null)",
-    )
-    yield (
-        g.ratio == "sequence" and g.surrogate == "reinforce",
-        "grpo.ratio=sequence: surrogate=reinforce has no ratio (use ratio=token)",
-    )
-    yield (
-        g.importance_low > g.importance_high,
-        f"grpo.importance_low={g.importance_low} exceeds importance_high={g.importance_high}",
-    )
-    yield (
-        g.overlong_buffer > limit.max_tokens,
-        f"grpo.overlong_buffer={g.overlong_buffer} exceeds rollout.max_tokens={limit.max_tokens}",
-    )
-    yield (
-        c.parallel.cp > 1 and (g.ratio == "sequence" or g.importance == "sequence-mask"),
-        f"parallel.cp={c.parallel.cp}: no rank sees whole sequences, as ratio=sequence and importance=sequence-mask "
-        f"need (use cp=1)",
-    )
-    yield from sampler_faults(c)
-    yield from _lag_faults(g)
-
-
-def _lag_faults(g: GRPO) -> Faults:
-    yield (
-        g.offload and (g.lag or g.keep_cache),
-        "grpo.offload=true is for ranks that train or sample: it needs lag=0 and keep_cache=false",
-    )
-    yield (
-        g.generation_ranks and not g.lag,
-        f"grpo.generation_ranks={g.generation_ranks} of their own need grpo.lag=1 or more",
-    )
-    yield (
-        g.in_flight and not g.lag,
-        "grpo.in_flight=true begins the responses of later steps: it needs grpo.lag=1 or more",
-    )
-    yield (
-        g.in_flight and g.in_flight_cache == "keep" and not (g.generation_ranks or g.keep_cache),
-        "grpo.in_flight_cache=keep: the ranks train between, which frees the cache (use "
-        "grpo.keep_cache=true, or generation_ranks)",
-    )
-
-
-def _replay_faults(c: Config) -> Faults:
-    yield (
-        not c.model.config.num_experts,
-        "grpo.replay_routing=true needs a model with experts (use false)",
-    )
-    for name, size in (
-        ("parallel.pp", c.parallel.pp),
-        ("parallel.tp", c.parallel.tp),
-        ("rollout.tp", c.rollout.tp),
-    ):
-        yield (
-            size > 1,
-            f"grpo.replay_routing=true with {name}={size}: ranks do not know the experts of all their tokens "
-            f"(use {name}=1)",
-        )
-    yield (
-        c.grpo.in_flight,
-        "grpo.replay_routing=true with in_flight=true: the experts of a response would be of several weights "
-        "(use false for one of them)",
-    )
-    yield (
-        c.compile,
-        "grpo.replay_routing=true has not been tried with compile=true (use false for one of them)",
-    )
-
-
 # what a second model must meet, too
 OF_SHAPE = (
-    _language_faults,
+    language_faults,
     tensor_faults,
     context_faults,
     pipeline_faults,

@@ -49,7 +49,10 @@ def describe_section(name: str) -> str:
 
 
 def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]:
-    """Yield the lines of a section as YAML with comments. deep: include the sections in it."""
+    """Yield the lines of a section as YAML with comments. deep: include the sections in it.
+
+    Raises ValueError for a field without a comment.
+    """
     notes = comments(type(section))
     defaults = type(section)()
     for field in dataclasses.fields(section):
@@ -65,7 +68,11 @@ def annotate(section: Any, indent: str = "", deep: bool = True) -> Iterator[str]
             line = f"{indent}{key}:"
         else:
             default = json.dumps(getattr(defaults, field.name))
-            about = f"{notes[field.name]} ({in_words(field.type)}; default: {default})"
+            note = notes.get(field.name)
+            # a setting that nobody can look up is a fault of the code
+            if not note:
+                raise ValueError(f"{type(section).__name__}.{field.name} has no comment")
+            about = f"{note} ({in_words(field.type)}; default: {default})"
             line = f"{indent}{key}: {json.dumps(value)}"
         if not deep:
             about = about.partition("\n")[0]

@@ -7,10 +7,11 @@ import shutil
 from datetime import timedelta
 from statistics import fmean
 
+import torch
+
 from minitrain.data.records import counted
 from minitrain.data.sources import has_tokenizer
 from minitrain.models.zoo import empty_model
-from minitrain.run.launch.start import pick_device
 from minitrain.settings import Config
 from minitrain.training.packing import ENDLESS
 
@@ -21,7 +22,7 @@ FEW = 20
 LAYOUT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
 
-def opening(config: Config, ranks: int) -> str:
+def opening(config: Config, ranks: int, device: torch.device) -> str:
     """Return the first line: the model, the task, the machine, the length and the folder."""
     model = config.model
     size = sum(p.numel() for p in empty_model(model.config).parameters())
@@ -36,7 +37,7 @@ def opening(config: Config, ranks: int) -> str:
         length = f"{config.epochs:g} epoch{'' if config.epochs == 1 else 's'}"
     return wrapped(
         f"{weights}, {millions} parameters: {config.task} in {config.precision} on "
-        f"{ranks} x {pick_device(config.device).type.upper()}, {length}, into {config.out_dir}",
+        f"{ranks} x {device.type.upper()}, {length}, into {config.out_dir}",
         head="",
         indent="  ",
     )
@@ -135,13 +136,15 @@ def validation(numbers: dict) -> str:
             figures.append(preferring(numbers, "val_"))
         elif name.startswith("val_reward_"):
             continue
-        elif name == "val_bits_per_byte":
-            figures[-1] += f" = {value:.3f} bits/byte"
         elif name == "val_loss":
             # losses of videos and of preference pairs are not in nats per token
             bare = numbers.keys() & {"video_tokens", "reward_accuracy"}
-            figures.append(f"{value:.3f}{'' if bare else ' nats'}")
-        else:
+            bits = numbers.get("val_bits_per_byte")
+            unit = "" if bare else f" nats{'' if bits is None else f' = {bits:.3f} bits/byte'}"
+            figures.append(f"{value:.3f}{unit}")
+        elif name.endswith("loss"):
+            figures.append(f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f} nats")
+        elif name != "val_bits_per_byte":
             figures.append(f"{name.removeprefix('val_').replace('_', ' ')} {value:.1%}")
     return ", ".join(figures)
 
