@@ -118,6 +118,25 @@ def test_no_file_name_occurs_twice():
     assert not {name for name in names if names.count(name) > 1}
 
 
+def test_no_file_imports_a_test_file():
+    folders = (ROOT / name for name in ("tests", ".ci", "minitrain"))
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for folder in folders
+        for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and re.search(r"\btests\b.*\.test_", dotted_names(node))
+    ]
+    assert not wrong
+
+
+def dotted_names(node: ast.Import | ast.ImportFrom) -> str:
+    """Return what a statement imports, as dotted names separated by blanks."""
+    module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    return " ".join(module + alias.name for alias in node.names)
+
+
 @pytest.mark.budget
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_keeps_its_budget(name):

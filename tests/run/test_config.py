@@ -184,7 +184,6 @@ def test_what_is_written_is_read_back_the_same():
     "tree, line",
     [
         ({"stepz": 1}, r"unknown key stepz \(nearest: steps\)"),
-        ({"parallel": {"async_tp": True}}, r"unknown key parallel.async_tp \("),
         ({"optim": {"learning_rate": 1}}, r"unknown key optim.learning_rate \(use optim.lr\)"),
         (
             {"model": {"name": "llama3-8b", "layers": 2}},
