@@ -161,7 +161,7 @@ def fp8_forms() -> Iterator[Kernel]:
 
     size = 8192
     for form, row in FORMS.items():
-        if form == "tensor" or not row.has_units(torch.cuda.get_device_capability()):
+        if form == "tensor" or not row.has_kernel(torch.cuda.get_device_capability()):
             continue
         x, x_scale = quantize(bf16(size, size), E4M3, row.block)
         w, w_scale = quantize(bf16(size, size), E4M3, row.weight_block)

@@ -44,7 +44,7 @@ def main() -> None:
 def dispatch(arguments: list[str]) -> None:
     """Run the command that the first word names; its file alone is imported."""
     name = " ".join(arguments[:1])
-    if name in ("", "-h", "--help"):
+    if name in ("-h", "--help"):
         return print(__doc__)
     if name == "--version":
         import torch
@@ -54,10 +54,10 @@ def dispatch(arguments: list[str]) -> None:
         line = f"minitrain {__version__}, Python {python}, torch {torch.__version__}, CUDA {cuda}"
         return print(line)
     if name not in COMMANDS:
-        told = f"minitrain {name}: first comes one of {', '.join(COMMANDS)}"
-        raise InputError(f"{told} {nearest(name, COMMANDS) or '(each has --help)'}")
-    with cli.in_options(name):
-        import_module(f"minitrain.commands.{name.replace('-', '_')}").main(arguments[1:])
+        command = " ".join(["minitrain", *arguments[:1]])
+        message = f"{command}: first comes one of {', '.join(COMMANDS)}"
+        raise InputError(f"{message} {nearest(name, COMMANDS) or '(each has --help)'}")
+    import_module(f"minitrain.commands.{name.replace('-', '_')}").main(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ def refuse(faults: Faults) -> None:
 
 
 def hub_hint(name: str, option: str, kind: str = "") -> str:
-    """Return how to get what a name may stand for on Hugging Face's hub; "" for what is none.
+    """Return a hint how to download `name` from Hugging Face's hub; "" if it cannot be a repository.
 
-    kind: further words for the hub's command.
+    option: goes before the folder. kind: further words for the hub's command.
     """
     if "://" in name:
         return " (only files on this machine are read: download it)"
@@ -60,21 +60,21 @@ def located(where: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def refused(problem: str) -> Iterator[None]:
-    """Raise InputError, with the problem and its reason, for an OSError or wrong characters."""
+def as_input_error(problem: str) -> Iterator[None]:
+    """Turn an OSError, or wrong characters, into an InputError with the problem and its reason."""
     try:
         yield
     except (OSError, UnicodeError) as error:
         raise InputError(f"{problem}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def readable(file: Path) -> AbstractContextManager[None]:
-    """Raise InputError that names the file where it cannot be read."""
-    return refused(f"{file} cannot be read")
+def reading(file: Path) -> AbstractContextManager[None]:
+    """Turn an error of reading into an InputError that names the file."""
+    return as_input_error(f"{file} cannot be read")
 
 
 @contextmanager
-def naming(file: str | Path) -> Iterator[None]:
+def writing(file: str | Path) -> Iterator[None]:
     """Add the name of the file that is written to an OSError.
 
     The system leaves it out where a disk is full.

@@ -16,7 +16,7 @@ def seed_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
-def mix(x: Tensor) -> Tensor:
+def mix_(x: Tensor) -> Tensor:
     """Hash int32 numbers [...] in place, and return them.
 
     Shifts of int32 bring in copies of the sign, which are masked off.
@@ -27,7 +27,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def mix_int(x: int) -> int:
-    """Return the hash of one number, 0 <= x < 2^32, as `mix` has it."""
+    """Return the hash of one number, 0 <= x < 2^32, as `mix_` has it."""
     for shift, factor in ROUNDS:
         x = (x ^ x >> shift) * (factor & 0xFFFFFFFF) & 0xFFFFFFFF
     return x ^ x >> 16

@@ -36,9 +36,10 @@ TECHNIQUES += [
 BUDGETS = {
     "errors": 450,
     "hashing": 400,
+    "user_code": 500,
     "settings": 2_300,
     "models": 34_300,
-    "parallel": 16_500,
+    "parallel": 16_950,
     "training": 16_600,
     "rollout": 22_550,
     "grpo": 14_950,

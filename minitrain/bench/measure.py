@@ -15,7 +15,7 @@ from minitrain.bench.breakdown import profiled, working_memory
 from minitrain.bench.figures import TokenFlops, published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.parallel.mesh import Meshes
-from minitrain.run.launch.start import make_trainer, pick_device
+from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.flops import visible_share
 from minitrain.run.monitor.hardware import (
     compute_dtype,
@@ -25,6 +25,7 @@ from minitrain.run.monitor.hardware import (
     peak_memory_bytes,
     reset_peak_memory,
 )
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, forward_backward
 from minitrain.training.stopwatch import Moment

@@ -63,8 +63,9 @@ def published_lengths(config: Config) -> Config:
         return config
     responses = row.get("responses", grpo.prompts * grpo.group)
     tokens = row["tokens_per_sec_per_gpu"] * row["gpus"] * row["step_time_s"] / responses
+    replies = (row.get("turns", 1) - 1) * row.get("reply_tokens", 0)
     # the template adds one token to a prompt
-    prompt = max(1, round(tokens - row["mean_response"]) - 1)
+    prompt = max(1, round(tokens - row["mean_response"] - replies) - 1)
     if "rollout.max_tokens" not in row.get("changed", ()):
         rollout = replace(rollout, max_tokens=round(row["mean_response"]))
     grpo = replace(grpo, mock_digits=prompt)

@@ -35,9 +35,10 @@ from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
-from minitrain.run.launch.start import fill_weights, pick_device, start
+from minitrain.run.launch.start import pick_device, start
 from minitrain.run.monitor.flops import clean, flops_per_token
 from minitrain.run.monitor.hardware import measure_memory, timed
+from minitrain.run.tasks.initial_weights import fill_weights
 from minitrain.settings import Config
 from minitrain.training.build import build_model
 

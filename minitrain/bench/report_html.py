@@ -30,7 +30,7 @@ from minitrain.bench.report import (
 )
 from minitrain.bench.rows import CONFIGS, FIGURES, SOURCES
 from minitrain.bench.tables import calibration_line, result_columns, short
-from minitrain.errors import refused
+from minitrain.errors import as_input_error
 from minitrain.run.config.recipes import own_folder
 
 PICTURE = own_folder("results") / "pictures/accuracy.svg"
@@ -73,7 +73,7 @@ def write_report(files: list[str], folder: str) -> None:
     lines = [result for file in files for result in read_results(file)]
     report = merge_results(lines, date.today().isoformat())
     target = Path(folder)
-    with refused(f"--out={folder} cannot be written"):
+    with as_input_error(f"--out={folder} cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
         (target / "report.md").write_text(as_markdown(report), encoding="utf-8")
         (target / "report.html").write_text(make_page(report, target), encoding="utf-8")

@@ -60,6 +60,11 @@ REFERENCE = {
     # probability that a draft is accepted if those before it are
     "drafts": int,
     "acceptance": float,
+    # for GRPO with an environment: mean number of turns, tokens of a reply between two of them, and the
+    # seconds that it takes
+    "turns": float,
+    "reply_tokens": float,
+    "environment_s": float,
     # how to predict the published run, see RECIPE
     "recipe": dict,
     # overrides that give our fastest layout; "ours" in a config to which they are applied

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 from minitrain.run.config.config_yaml import type_and_value
 
 # words in the names of GPUs that are slower forms, or parts, of a system's GPU
@@ -17,7 +17,7 @@ def result_lines(option: str, file: str) -> list[tuple[str, dict]]:
 
     Raises InputError.
     """
-    with refused(f"{option} {file} cannot be read"):
+    with as_input_error(f"{option} {file} cannot be read"):
         lines = Path(file).read_text(encoding="utf-8").split("\n")
     found = []
     for number, line in enumerate(lines, 1):

@@ -24,11 +24,11 @@ from minitrain.formats.peft import adapter_config, adapter_shapes
 from minitrain.formats.wan_names import config_to_json
 from minitrain.models.lora import ADAPTER_DTYPES
 from minitrain.parallel.mesh import Meshes
-from minitrain.run.launch.start import make_trainer
 from minitrain.run.monitor.hardware import timed
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import Config
 from minitrain.training.loop import Trainer, to_device
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 from minitrain.training.optim import clip_gradients, make_optimizer
 
 
@@ -76,7 +76,7 @@ def check_versus(config: Config, library: str) -> None:
         raise InputError(
             f"--versus {library} is for training steps, not for task=grpo (sampling has --generate)"
         )
-    if library != "full" and (config.task == "dpo" or trains_further(config)):
+    if library != "full" and (config.task == "dpo" or trains_mtp(config)):
         raise InputError(
             f"--versus {library}: it learns next tokens alone (use task=sft, and mtp_weight=0)"
         )

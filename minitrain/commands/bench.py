@@ -36,7 +36,7 @@ from pathlib import Path
 
 from minitrain.bench.rows import list_rows, load_row
 from minitrain.bench.tables import calibration_line, details, table
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.recipes import CONFIGS, config_path, own_folder, split_words
@@ -167,8 +167,8 @@ def bench(options: Namespace) -> None:
     files = files or [CONFIGS / "quickstart.yaml"]
     if options.sweep and len(files) > 1:
         raise InputError("--sweep takes one config at a time")
-    alone = options.calibrate and not options.config
-    cases = [] if alone else make_cases(files, overrides, options)
+    only_rates = options.calibrate and not options.config
+    cases = [] if only_rates else make_cases(files, overrides, options)
     check_options(cases, options)
     show_unread(cases, options)
     if not options.dry_run:
@@ -180,7 +180,7 @@ def bench(options: Namespace) -> None:
         show_calibration(load_row(files[0], overrides)[1], options.json)
     if options.sweep and options.simulate:
         rank_combinations(files[0], overrides, options)
-    elif not alone:
+    elif not only_rates:
         run_all(cases, options)
     tell_next(options)
 
@@ -383,7 +383,9 @@ def run_measured(row: str, config: Config, options: Namespace) -> dict:
     config = placed(config, world_size(), describe(pick_device(config.device))["device"])
     if config.task == "grpo":
         return measure_policy(config, row, *length)
-    estimate = announce_memory(row, config) if config.task == "diffusion" else {}
+    # the trace does not move activations to the host
+    traced = config.task == "diffusion" and config.recompute != "offload"
+    estimate = announce_memory(row, config) if traced else {}
     return measure(config, row, start(config), *length, options.profile, options.trace) | estimate
 
 
@@ -461,7 +463,7 @@ def append(outcome: dict, file: str | None) -> None:
         return
     note = {"date": date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
     line = json.dumps(outcome | note) + "\n"
-    with refused(f"--json={file} cannot be written"):
+    with as_input_error(f"--json={file} cannot be written"):
         if Path(file).is_file() and Path(file).read_bytes()[-1:] not in (b"", b"\n"):
             line = "\n" + line
         with open(file, "a", encoding="utf-8") as results:

@@ -6,7 +6,7 @@ goes into the first run's folder.
 
 from pathlib import Path
 
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 from minitrain.run.launch import cli
 from minitrain.run.monitor.draw_curves import curves
 from minitrain.run.monitor.metrics_file import read_lines
@@ -25,6 +25,6 @@ def main(arguments: list[str]) -> None:
         if not runs[run]:
             raise InputError(f"{run} has no metrics.jsonl with steps (give a run's out_dir)")
     file = Path(options.out or Path(names[0], "curves.svg"))
-    with refused(f"{file} cannot be written"):
+    with as_input_error(f"{file} cannot be written"):
         file.write_text(curves(runs), encoding="utf-8")
     print(f"{file}: open it in a browser")

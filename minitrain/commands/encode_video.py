@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 
 from minitrain.data.files import stamp_of
-from minitrain.errors import InputError, readable
+from minitrain.errors import InputError, reading
 from minitrain.run.launch import cli
 
 SIDE = cli.positive(int, most=1 << 14)
@@ -61,8 +61,8 @@ def main(arguments: list[str]) -> None:
     print(f"{out} holds {len(captions):,} videos of {options.videos}")
     names = {f"{path.name}.safetensors" for path in captions}
     if others := {file.name for file in out.glob("*.safetensors")} - names:
-        told = f"{len(others):,} others, such as {min(others)}"
-        print(f"note: {out} also holds {told} (remove them if they are not to be trained on)")
+        count = f"{len(others):,} others, such as {min(others)}"
+        print(f"note: {out} also holds {count} (remove them if they are not to be trained on)")
     print(f"next: minitrain train --config train/wan-lora {quote(f'data.path={out}')}")
 
 
@@ -100,7 +100,7 @@ def find_captions(folder: Path) -> dict[Path, str]:
         if path.suffix == ".txt" or path.name.startswith("."):
             continue
         text = folder / f"{path.name if path.is_dir() else path.stem}.txt"
-        with readable(text):
+        with reading(text):
             captions[path] = text.read_text(encoding="utf-8")
     if not captions:
         raise InputError(f"{folder} holds no videos")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from minitrain.data import wording
 from minitrain.errors import InputError, refuse
 from minitrain.run.launch import cli
 
@@ -34,6 +35,13 @@ OPTIONS = {
     "--out": (cli.home_path, None, "with --choices: a .jsonl file for each choice's numbers"),
     "--device": (["auto", "cpu", "cuda"], "auto", "where to compute"),
 }
+
+
+WORDING = wording.OPTIONS._replace(
+    chats="chats need --chat",
+    document=" (leave --chat out)",
+    pair=", and evaluate has no use for pairs",
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -91,11 +99,15 @@ def measure_loss(
     note = ""
     if options.chat:
         template = choose_template("auto", tokenizer)
-        samples = read_samples(Data("jsonl", options.files), template, tokenizer, Skips())
+        samples = read_samples(
+            Data("jsonl", options.files), template, tokenizer, Skips(), WORDING
+        )
         samples, note = fit(samples, seq_len, "drop")
     else:
-        files, note = text_rows.find_documents(options.files, options.field, options.kind)
-        documents = text_rows.read_documents(files, options.field, options.kind)
+        files, note = text_rows.find_documents(
+            options.files, options.field, options.kind, WORDING
+        )
+        documents = text_rows.read_documents(files, options.field, options.kind, WORDING)
         corpus = text_rows.tokenize(documents, tokenizer)
         samples = text_rows.cut_documents(corpus, seq_len)
     if not samples:
@@ -112,17 +124,17 @@ def measure_loss(
                 done = number + 1
     except KeyboardInterrupt:
         if count:
-            told = f"{count:,} tokens of {done:,} of {len(rows):,} rows: {total / count:.4f} nats"
-            print(f"note: so far {told}", file=sys.stderr)
+            line = f"{count:,} tokens of {done:,} of {len(rows):,} rows: {total / count:.4f} nats"
+            print(f"note: so far {line}", file=sys.stderr)
         raise
     loss = total / count
-    told = f"{count:,} tokens{note}: {loss:.4f} nats, perplexity {math.exp(loss):.4g}"
+    line = f"{count:,} tokens{note}: {loss:.4f} nats, perplexity {math.exp(loss):.4g}"
     if options.chat:
         judged = within_positions(model, rows.questions(len(samples)))
         if not judged:
-            return f"{told}; no chat leaves a position to reply"
-        return f"{told}, {exact_match(model, judged):.1%} of {len(judged):,} chats exactly right"
-    return f"{told}, {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
+            return f"{line}; no chat leaves a position to reply"
+        return f"{line}, {exact_match(model, judged):.1%} of {len(judged):,} chats exactly right"
+    return f"{line}, {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
 
 
 def measure_choices(
@@ -142,8 +154,8 @@ def measure_choices(
         question = read_choices(record)
         return record, question, encode_choices(question, tokenizer, seq_len)
 
-    files = find_files(Data("jsonl", options.files))
-    records, questions, samples = zip(*read_records(files, read, Skips()), strict=True)
+    files = find_files(Data("jsonl", options.files), WORDING)
+    records, questions, samples = zip(*read_records(files, read, Skips(), WORDING), strict=True)
     samples = [sample for each in samples for sample in each]
     rows = Chats(samples, seq_len, 0, packed=True, numbered=True)
     # of each sample
@@ -182,12 +194,12 @@ def tell_choices(
         with open(options.out, "w", encoding="utf-8") as stream:
             stream.writelines(lines)
     count = len(questions)
-    told = []
+    figures = []
     for name, number in right.items():
         share = number / count
         error = math.sqrt(share * (1 - share) / max(count - 1, 1))
-        told.append(f"{name} {share:.4f} ± {error:.4f}")
-    return f"{count:,} questions: {', '.join(told)}"
+        figures.append(f"{name} {share:.4f} ± {error:.4f}")
+    return f"{count:,} questions: {', '.join(figures)}"
 
 
 def best(scores: list[float]) -> int:

@@ -44,9 +44,10 @@ def main(arguments: list[str]) -> None:
     from minitrain.run.checkpoint.checkpoint_files import read_description
     from minitrain.run.checkpoint.checkpoint_folders import make_empty
     from minitrain.run.config.load import load
-    from minitrain.run.launch.start import make_trainer, start
+    from minitrain.run.launch.start import start
     from minitrain.run.monitor.progress import next_command
     from minitrain.run.tasks.exports import export
+    from minitrain.run.tasks.initial_weights import make_trainer
 
     out = Path(options.out)
     if out.exists():

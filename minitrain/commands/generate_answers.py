@@ -52,15 +52,17 @@ def answered_before(options: Namespace, lines: list[dict]) -> dict[int, list[str
         else:
             found.pop(asked, None)
     if others := sum(map(len, found.values())):
-        told = f"{others:,} lines that are no answers to {options.prompts} with --n {options.n}"
-        raise InputError(f"--out {options.out} holds {told} (name another file, or remove it)")
+        message = (
+            f"{others:,} lines that are no answers to {options.prompts} with --n {options.n}"
+        )
+        raise InputError(f"--out {options.out} holds {message} (name another file, or remove it)")
     if answers and (record := record_of(options.out)).exists():
         before = read_json(record)
         changed = [key for key, value in made_of(options).items() if before.get(key) != value]
         if changed:
-            told = f"answers that were made with another {', '.join(changed)}"
+            message = f"answers that were made with another {', '.join(changed)}"
             raise InputError(
-                f"--out {options.out} holds {told} (name another file, or remove it)"
+                f"--out {options.out} holds {message} (name another file, or remove it)"
             )
     return answers
 
@@ -109,7 +111,7 @@ def answer_prompts(
         if number not in answers:
             with located(f"{options.prompts}, prompt {number + 1}"):
                 groups[number] = sampler.submit(prompt, params, number)
-    made = (
+    finished_lines = (
         (
             number,
             [json.dumps(lines[number] | {"text": x}, ensure_ascii=False) + "\n" for x in texts],
@@ -117,9 +119,9 @@ def answer_prompts(
         for number, texts in finished(sampler, groups)
     )
     if options.out is None or is_stream(options.out):
-        write_in_order(made, options.out, answers)
+        write_in_order(finished_lines, options.out, answers)
     else:
-        append_each(options, made, answers, len(lines))
+        append_each(options, finished_lines, answers, len(lines))
 
 
 def is_stream(out: str) -> bool:
@@ -143,12 +145,14 @@ def finished(
 
 
 def write_in_order(
-    made: Iterable[tuple[int, list[str]]], out: str | None, answers: dict[int, list[str]]
+    finished_lines: Iterable[tuple[int, list[str]]],
+    out: str | None,
+    answers: dict[int, list[str]],
 ) -> None:
     """Write answers to a pipe, or the terminal: each when those before it are written."""
     following = 0
     with open(out, "w", encoding="utf-8") if out else nullcontext(sys.stdout) as stream:
-        for number, texts in made:
+        for number, texts in finished_lines:
             answers[number] = texts
             while following in answers:
                 stream.writelines(answers[following])
@@ -158,7 +162,7 @@ def write_in_order(
 
 def append_each(
     options: Namespace,
-    made: Iterable[tuple[int, list[str]]],
+    finished_lines: Iterable[tuple[int, list[str]]],
     answers: dict[int, list[str]],
     total: int,
 ) -> None:
@@ -173,7 +177,7 @@ def append_each(
     write_all()
     try:
         with out.open("a", encoding="utf-8") as stream:
-            for number, texts in cli.bar(made, total, "prompt", len(answers)):
+            for number, texts in cli.bar(finished_lines, total, "prompt", len(answers)):
                 stream.write("".join(texts))
                 stream.flush()
                 answers[number] = texts

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from minitrain.commands.generate_answers import answer_prompts, answered_before, tell_answers
+from minitrain.data import wording
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
     CHATS,
@@ -23,7 +24,7 @@ from minitrain.data.chat.chats import (
 from minitrain.data.chat.problems import read_question
 from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
-from minitrain.errors import InputError, hub_hint, located, refuse, refused
+from minitrain.errors import InputError, as_input_error, hub_hint, located, refuse
 from minitrain.formats.hf import load_pretrained, read_config
 from minitrain.formats.peft import load_merged
 from minitrain.models.wan_config import WanConfig
@@ -35,6 +36,7 @@ from minitrain.run.launch import cli
 from minitrain.run.launch.start import pick_device
 from minitrain.settings import Rollout
 
+WORDING = wording.OPTIONS._replace(lines="lines of text stand in a file of another ending")
 SLASHES = "/clear begins anew, /system TEXT too, with that as its system prompt, /exit ends"
 
 
@@ -104,7 +106,7 @@ def read_prompts(
 
     With a template a line of JSON is a chat, as in training: with its system's text and tools.
     """
-    alone = (
+    faults = (
         (
             options.prompts and options.prompt is not None,
             "--prompt and --prompts: give one of them",
@@ -112,7 +114,7 @@ def read_prompts(
         (options.out and not options.prompts, "--out is for the answers to --prompts (add it)"),
         (options.system and not options.chat, "--system is of a chat (add --chat)"),
     )
-    refuse(alone)
+    refuse(faults)
     if options.prompts:
         cli.check_writable("out", options.out)
         file = Path(options.prompts)
@@ -121,9 +123,9 @@ def read_prompts(
             def read(record: dict) -> tuple[dict, list[int]]:
                 return record, encode_line(record, options, template, tokenizer)
 
-            lines, prompts = zip(*read_records([file], read, Skips()), strict=True)
+            lines, prompts = zip(*read_records([file], read, Skips(), WORDING), strict=True)
             return list(lines), list(prompts)
-        texts = lines_of(file)
+        texts = lines_of(file, WORDING)
     elif options.prompt is None and not options.chat:
         raise InputError("--prompt is missing (or --prompts FILE, or --chat alone to converse)")
     else:
@@ -149,7 +151,7 @@ def encode_line(
                 raise InputError(f"{key!r} is of a chat (add --chat)")
         refuse_unread(record, ("context", *UNREAD_BESIDE_PROMPT), "the prompt")
         return encode([Message("user", text_of(record, "prompt"))], None, tokenizer)
-    turns, _ = read_question(record)
+    turns, _ = read_question(record, words=WORDING)
     turns = with_system(turns, {"system": options.system})
     return encode_question(turns, template, tokenizer, read_shown(record))
 
@@ -159,7 +161,7 @@ def encode(
 ) -> list[int]:
     """Return the ids that ask for a reply to messages, or without a template continue the last."""
     text = messages[-1].content
-    with refused("--prompt is not UTF-8"):
+    with as_input_error("--prompt is not UTF-8"):
         text.encode()
     if template is None:
         prompt = tokenizer.encode_prompt(text)

@@ -45,12 +45,12 @@ def merge(base: str, adapter: str, out: str, stored: str = "bf16") -> None:
     stored: the lora.base of its training, see `load_merged`.
     """
     from minitrain.data.tokenizer import (
-        CHAT_TEMPLATE,
         check_free_of_tokenizer,
         check_same_ids,
         load_tokenizer,
         tokenizer_folder,
     )
+    from minitrain.data.tokenizer_files import CHAT_TEMPLATE
     from minitrain.formats.config_hf import end_also_at
     from minitrain.formats.hf import save_pretrained
     from minitrain.formats.peft import load_merged

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minitrain.data import wording
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
 
@@ -39,6 +40,9 @@ OPTIONS = {
 }
 
 
+WORDING = wording.OPTIONS._replace(chats="chats are read by minitrain train task=sft")
+
+
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(OPTIONS, prog="minitrain tokenize", description=__doc__)
     parser.add_argument("files", nargs="+")
@@ -52,7 +56,7 @@ def main(arguments: list[str]) -> None:
     out = Path(options.out)
     if out.exists():
         raise InputError(f"--out {out} exists already (name a new folder)")
-    files, note = find_documents(options.files, options.field, options.kind)
+    files, note = find_documents(options.files, options.field, options.kind, WORDING)
     size = 1 + (len(files) - 1) // MOST
     groups = [files[start : start + size] for start in range(0, len(files), size)]
     work = out.with_name(f"{out.name}.unfinished")
@@ -74,8 +78,8 @@ def main(arguments: list[str]) -> None:
         f"{out} holds {tokens:,} tokens of {documents:,} documents in {len(groups):,} files{note}"
     )
     words = [quote(f"data.{key}={out}") for key in ("path", "tokenizer")]
-    told = f"{' '.join(words)} data.document_end={tokenizer.eos_id}"
-    print(f"next: minitrain train --config train/pretrain-tokens {told}")
+    settings = f"{' '.join(words)} data.document_end={tokenizer.eos_id}"
+    print(f"next: minitrain train --config train/pretrain-tokens {settings}")
 
 
 def write_groups(
@@ -87,7 +91,7 @@ def write_groups(
     """
     others = active_children()
     context = get_context("spawn")
-    # a terminal's Ctrl-C is told once, by this process
+    # a terminal's Ctrl-C is settings once, by this process
     ignored = signal.SIGINT, signal.SIG_IGN
     with ProcessPoolExecutor(processes, context, signal.signal, ignored) as pool:
         try:
@@ -120,7 +124,7 @@ def write_tokens(
             return int(documents), int(tokens)
     # beside other tokens it would be wrong
     done.unlink(missing_ok=True)
-    corpus = tokenize(read_documents(files, field, kind), load_tokenizer(tokenizer))
+    corpus = tokenize(read_documents(files, field, kind, WORDING), load_tokenizer(tokenizer))
     np.save(file, corpus.stores[0])
     counts = len(corpus.lengths), len(corpus)
     done.write_text(f"{counts[0]} {counts[1]} {made_of}")

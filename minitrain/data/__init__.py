@@ -1,5 +1,6 @@
 """Turn files into datasets, whose row n is a pure function of (seed, n).
 
+    sources           the data that a config names, and its held-out part
     files, records    find the files that a setting names, and read the objects and texts in them
     tokenizer         text to ids and back
     held_out          hold data out of training, for validation

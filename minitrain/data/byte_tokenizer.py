@@ -5,22 +5,14 @@ times as long as with a trained vocabulary.
 """
 
 import json
-import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from minitrain.data.tokenizer_files import remove_others
+
 BOS = "<|bos|>"
 EOS = "<|eos|>"
-# files beside a tokenizer.json that name special tokens
-NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-CHAT_TEMPLATE = "chat_template.jinja"
-# all files beside a tokenizer.json. tokenizer.model is the same vocabulary in another format, the only
-# one that llama.cpp reads for Nemotron-4
-COMPANIONS = (*NAMING_FILES, CHAT_TEMPLATE, "tokenizer.model", "added_tokens.json")
-# a folder of more chat templates
-MORE_TEMPLATES = "additional_chat_templates"
 
 
 class ByteTokenizer:
@@ -110,19 +102,3 @@ def is_byte_tokenizer(tree: dict) -> bool:
     except (AttributeError, KeyError, TypeError):
         return False
     return same and specials == [(256, BOS), (257, EOS)]
-
-
-def remove_others(
-    folder: str | Path, names: Iterable[str], templates: Path | None = None
-) -> None:
-    """Remove an earlier tokenizer's files that are not among `names`, and copy `templates`.
-
-    They would still be read, an old chat template even in preference to the new one.
-    """
-    for name in set(COMPANIONS) - set(names):
-        Path(folder, name).unlink(missing_ok=True)
-    target = Path(folder, MORE_TEMPLATES).resolve()
-    if templates is None or templates.resolve() != target:
-        shutil.rmtree(target, ignore_errors=True)
-        if templates and templates.exists():
-            shutil.copytree(templates, target)

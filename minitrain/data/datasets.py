@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.files import data_by_source, train_and_held_out
+from minitrain.data.sources import data_by_source, train_and_held_out
 from minitrain.data.text.text_rows import open_data
-from minitrain.data.toys import load_from
 from minitrain.errors import InputError
 from minitrain.settings import Config
-from minitrain.training.packing import ENDLESS
+from minitrain.training.packing import ENDLESS, Dataset
+from minitrain.user_code import load_from
 
 BLOCK = 10_000
 # task -> function that opens its data; only this task imports it. Other tasks use `open_data`
@@ -33,7 +33,7 @@ OPENED_BY = {
 }
 
 
-def open_dataset(config: Config) -> tuple:
+def open_dataset(config: Config) -> tuple[Dataset, Dataset | None]:
     """Return the training dataset, and the held-out one or None; `open_data` describes them.
 
     Raises InputError for files that are missing, damaged or do not fit the model.

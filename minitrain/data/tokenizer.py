@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from minitrain.data.byte_tokenizer import (
+from minitrain.data.byte_tokenizer import ByteTokenizer, is_byte_tokenizer
+from minitrain.data.tokenizer_files import (
     CHAT_TEMPLATE,
     COMPANIONS,
     MORE_TEMPLATES,
     NAMING_FILES,
-    ByteTokenizer,
-    is_byte_tokenizer,
     remove_others,
 )
-from minitrain.errors import InputError, hub_hint, refused
+from minitrain.errors import InputError, as_input_error, hub_hint
 from minitrain.formats.json_files import read_json
 from minitrain.formats.magic import kind_of_checkpoint
 
@@ -146,7 +145,7 @@ class HuggingFaceTokenizer:
         """Return the template that came with the tokenizer, in Jinja; empty if none did."""
         file = self.file.with_name(CHAT_TEMPLATE)
         if file.exists():
-            with refused(f"{file} cannot be read as text"):
+            with as_input_error(f"{file} cannot be read as text"):
                 return file.read_text(encoding="utf-8")
         stored = self.config.get("chat_template") or ""
         # a list of templates with names

@@ -16,8 +16,8 @@ class Guessing:
         guess = response.strip()
         if not guess.isdecimal() or len(guess) > 9 or int(guess) == self.number:
             return [], float(guess == str(self.number)), True
-        told = "more" if int(guess) < self.number else "less"
-        return [{"role": "user", "content": told}], 0.0, False
+        hint = "more" if int(guess) < self.number else "less"
+        return [{"role": "user", "content": hint}], 0.0, False
 
 
 class OneToThree(Guessing):

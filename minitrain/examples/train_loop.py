@@ -16,7 +16,7 @@ from minitrain.data.text.text_rows import open_data
 from minitrain.formats.hf import save_tensors
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel import compiling, context, expert, fsdp, mesh, recompute, shards
-from minitrain.parallel.collectives import sum_over
+from minitrain.parallel.collectives import sum_over_
 from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.settings import Data, Optim
 from minitrain.training.build import initialize
@@ -59,13 +59,13 @@ for step in range(steps):
     batches = (rows(data, own[i : i + micro]) for i in range(0, len(own), micro))
     batches = (context.local_tokens(each, meshes.cp, "allgather") for each in batches)
     batches = [{key: x.to(meshes.device) for key, x in each.items()} for each in batches]
-    count = sum_over(meshes.loss, sum((each["labels"] != IGNORE).sum() for each in batches))
+    count = sum_over_(meshes.loss, sum((each["labels"] != IGNORE).sum() for each in batches))
     loss = torch.zeros((), device=meshes.device)  # one mean over the tokens of all ranks
     for each in batches:
         part = model(each.pop("tokens"), **each, head=linear_cross_entropy) / count
         part.backward()
         loss += part.detach()
-    sum_over(meshes.loss, loss)
+    sum_over_(meshes.loss, loss)
     norm = clip_gradients(list(model.parameters()), optim.clip)  # one norm over all meshes
     for group in optimizer.param_groups:
         group["lr"] = lr = learning_rate(step, steps, optim)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 from minitrain.formats import wan_names
 from minitrain.formats.config_hf import (
     GENERATION,
@@ -347,7 +347,7 @@ def save_tensors(
     )
     work = path / ".incomplete"
     shutil.rmtree(work, ignore_errors=True)
-    with refused(f"{path} cannot be written"):
+    with as_input_error(f"{path} cannot be written"):
         work.mkdir(parents=True)
     try:
         _write_shards(tensors, work, form.stem, max_shard_bytes)

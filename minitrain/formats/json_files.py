@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from minitrain.errors import InputError, hub_hint, refused
+from minitrain.errors import InputError, as_input_error, hub_hint
 from minitrain.formats.magic import kind_of_folder, read_head, stand_in_kind
 
 
@@ -38,7 +38,9 @@ def read_from_folder(file: Path) -> dict:
     folder = file.parent
     if hint := hub_hint(str(folder), "give "):
         raise InputError(f"{folder} is no folder{hint}")
-    with refused(f"{file} cannot be read (give a folder that holds it, such as a run's out_dir)"):
+    with as_input_error(
+        f"{file} cannot be read (give a folder that holds it, such as a run's out_dir)"
+    ):
         os.stat(folder)
     # unlike Path's, these never raise
     if os.path.isdir(folder) and not os.path.exists(file):

@@ -21,7 +21,7 @@ KEYS = {
 }
 # keys of multi-token prediction
 DEPTHS = "num_nextn_predict_layers"
-FURTHER = "mtp_hybrid_override_pattern"
+MTP_PATTERN = "mtp_hybrid_override_pattern"
 # kind of layer in `layers_block_type` -> its letter in `hybrid_override_pattern`
 LETTERS = dict(
     linear_attention="M", mamba="M", full_attention="*", attention="*", moe="E", mlp="-"
@@ -70,7 +70,7 @@ def _letters(key: str, layers: Any) -> str:
     return letters
 
 
-def _further_pattern(pattern: str) -> str:
+def _mtp_pattern(pattern: str) -> str:
     """Return the letters of a depth of multi-token prediction, for a model with this pattern."""
     return "*E" if "E" in pattern else "*-"
 
@@ -82,10 +82,12 @@ def read(raw: dict) -> dict:
     """
     if raw.get(DEPTHS):
         names = raw.get("mtp_layers_block_type")
-        pattern = raw.get(FURTHER) if names is None else _letters("mtp_layers_block_type", names)
-        known = _further_pattern(raw["hybrid_override_pattern"])
+        pattern = (
+            raw.get(MTP_PATTERN) if names is None else _letters("mtp_layers_block_type", names)
+        )
+        known = _mtp_pattern(raw["hybrid_override_pattern"])
         if pattern != known:
-            raise InputError(f"{FURTHER}={pattern!r} is not supported (must be {known!r})")
+            raise InputError(f"{MTP_PATTERN}={pattern!r} is not supported (must be {known!r})")
     return dict(
         layer_pattern=raw["hybrid_override_pattern"],
         moe_latent_size=read_number(raw, "moe_latent_size", default=0),
@@ -129,7 +131,7 @@ def write(config: DecoderConfig, settings: dict) -> dict:
         time_step_min=max(least, LEAST_DT),
     )
     if config.num_nextn_predict_layers:
-        own[FURTHER] = _further_pattern(config.layer_pattern)
+        own[MTP_PATTERN] = _mtp_pattern(config.layer_pattern)
     return settings | bounded | own
 
 

@@ -24,19 +24,21 @@ Example = dict[str, np.ndarray]
 class Response:
     """One response to a prompt.
 
-    group: number of its prompt in the step.
+    group: number of its prompt in the step. prompt, response: tokens.
     log_probs: of each response token when it was sampled; 0 for those of an environment.
-    given: (first, end) of the response's tokens that an environment said, between its `turns`.
-    versions: [n, version] where the weights change before token n; a step's are those that it
-    begins with. Step 0 has version 0.
-    truncated: it reached a limit before its end. failure: of its environment.
+    truncated: it reached a limit before its end.
     score: of the reward function. reward: the score less the penalty for length.
+    text: of the response. answer: the right one, of its problem.
     no_signal: share of the groups sampled for its step, replaced ones included, whose scores are
-    all equal.
+        all equal.
     problems: number sampled by all steps up to the end of its step.
-    sampled: `averages` of all that was sampled for its step, if some of it was replaced.
     settings: digest of the settings it was sampled and rewarded with.
+    sampled: `averages` of all that was sampled for its step, if some of it was replaced.
+    given: (first, end) of the response's tokens that an environment said.
+    turns: how often the policy replied to its environment; 0 without one. failure: of that.
     routes: with grpo.replay_routing, the experts of its tokens but the last, in base64, see `experts`.
+    versions: [n, version] where the weights change before token n; a step's are those that it
+        begins with. Step 0 has version 0.
     """
 
     group: int
@@ -119,36 +121,36 @@ def enough_for_pipeline(parallel: Parallel, count: int) -> int:
     )
 
 
-def response_sample(rollout: Response, advantage: float, config: Config) -> Example:
+def response_example(response: Response, advantage: float, config: Config) -> Example:
     """Return the model's input, and for each response token the inputs of PolicyGradient.
 
     All values are [tokens - 1]; positions whose label is a token of the prompt have zeros.
     """
     # how many these are
-    before = len(rollout.prompt) - 1
-    size = len(rollout.response)
-    drawn = rollout.drawn()
-    filtered = config.grpo.overlong_filter and rollout.truncated
+    before = len(response.prompt) - 1
+    size = len(response.response)
+    drawn = response.drawn()
+    filtered = config.grpo.overlong_filter and response.truncated
 
     def column(values):
         values = np.broadcast_to(np.asarray(values, np.float32), size)
         return np.concatenate([np.zeros(before, np.float32), values])
 
-    routes = {"routes": rollout.experts(config)} if config.grpo.replay_routing else {}
+    routes = {"routes": response.experts(config)} if config.grpo.replay_routing else {}
     weight = 1 / max(1, drawn.sum()) if config.grpo.aggregation == "sequence" else 1.0
     return (
-        reply_sample(rollout.prompt, rollout.response, drawn & (not filtered))
+        reply_example(response.prompt, response.response, drawn & (not filtered))
         | routes
         | {
             "advantages": column(advantage * drawn),
-            "sampled": column(rollout.log_probs),
+            "sampled": column(response.log_probs),
             "weights": column(weight * drawn),
             "starts": column((np.arange(size) == 0) & (not filtered)),
         }
     )
 
 
-def reply_sample(
+def reply_example(
     prompt: list[int], reply: list[int], learned: bool | np.ndarray = True
 ) -> Example:
     """Return a prompt with a reply, of which the `learned` tokens, bool [reply], are labels."""

@@ -39,12 +39,12 @@ from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem
-from minitrain.grpo.rewards import call, finite_number, load_function
 from minitrain.parallel.agreement import gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.settings import Config
+from minitrain.user_code import call, finite_number, load_function
 
 # seconds between two looks at what other ranks' environments have answered
 POLL = 0.01
@@ -82,6 +82,13 @@ class Dialog(Protocol):
 
     def tell(self, messages: list[dict]) -> list[int]:
         """Return the tokens between the last reply, with its end, and the next one."""
+
+
+class Talk(NamedTuple):
+    """What samples talk to: `make()` makes an environment, `dialog()` the chat with it."""
+
+    make: Callable[[], Environment]
+    dialog: Callable[[], Dialog]
 
 
 @dataclass
@@ -126,10 +133,9 @@ class Answer(NamedTuple):
 
 
 class Environments:
-    """Lets the samples of `sampler` talk to environments, each made by `make()`.
+    """Lets the samples of `sampler` talk to environments, each made by `talk`.
 
-    dialog: makes a Dialog. longest(prompt tokens): the most tokens of a response, at least 1 if there
-        is room for one.
+    longest(prompt tokens): the most tokens of a response, at least 1 if there is room for one.
     group: the ranks that share the sampler, on gloo; None: this one alone. Each of them runs some
         of the environments, and tells the others what these have answered.
     """
@@ -137,15 +143,13 @@ class Environments:
     def __init__(
         self,
         config: Config,
-        make: Callable[[], Environment],
-        dialog: Callable[[], Dialog],
+        talk: Talk,
         sampler: Sampler,
         longest: Callable[[int], int],
         group: ProcessGroup | None = None,
     ):
         self.settings = config.grpo
-        self.make = make
-        self.dialog = dialog
+        self.make, self.dialog = talk
         self.sampler = sampler
         self.longest = longest
         self.group = group

@@ -62,16 +62,16 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.settings import GRPO
-from minitrain.training.log_probs import call, linear_log_probs
+from minitrain.training.log_probs import linear_log_probs, run_with_head
 from minitrain.training.loss import IGNORE
-from minitrain.training.mtp_loss import FurtherLoss
+from minitrain.training.mtp_loss import MTPLoss
 from minitrain.training.packing import Batch
 
 # log-ratios are clamped to +- this before exp, which would overflow
 LOG_RATIO_LIMIT = 20.0
 
 
-# ------------------------------------------------------------------------------------------------------- the formulas
+# --- the formulas
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def sequence_mean(x: Tensor, valid: Tensor, document_ids: Tensor) -> Tensor:
     return (sums / counts).gather(1, document_ids)
 
 
-# ------------------------------------------------------------------------------------------------------ the objective
+# --- the objective
 
 
 class PolicyGradient:
@@ -186,17 +186,17 @@ class PolicyGradient:
     weights: of the label in the sum. starts: 1 at a sequence's first label.
 
     temperature: that of the sampler. longest: tokens of the longest possible response.
-    further: the loss of multi-token prediction, if that is trained along, on the responses.
+    mtp: the loss of multi-token prediction, if that is trained along, on the responses.
     """
 
     # run/config/checks.py refuses cp with terms of whole sequences
     layouts = ("cp", "pp")
 
     def __init__(
-        self, settings: GRPO, temperature: float, longest: int, further: FurtherLoss | None = None
+        self, settings: GRPO, temperature: float, longest: int, mtp: MTPLoss | None = None
     ):
         self.settings = settings
-        self.further = further
+        self.mtp = mtp
         self.temperature = temperature
         self.longest = longest
         self.totals: dict[str, Tensor] = {}
@@ -210,7 +210,7 @@ class PolicyGradient:
 
     def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the weighted sum of token losses of a batch [micro, seq], a scalar."""
-        return call(model, batch, partial(self.head, batch), self.further)
+        return run_with_head(model, batch, partial(self.head, batch), self.mtp)
 
     def head(self, batch: Batch, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted sum of token losses, a scalar. The model calls this as its head.
@@ -231,31 +231,27 @@ class PolicyGradient:
             self.totals[name] = self.totals.get(name, 0) + (value * valid).sum()
 
     def sums(self) -> Tensor:
-        """Return the step's sums, [2 + terms], and those of multi-token prediction.
-
-        The first is the number of response tokens.
-        """
+        """Return the step's sums, one for each of NAMES, and those of multi-token prediction."""
         # only a pipeline's last stage has sums; the others take part with zeros
         device = next((value.device for value in self.totals.values()), None)
-        names = ["tokens", "entropy", *TERMS]
-        values = [torch.as_tensor(self.totals.get(name, 0.0), device=device) for name in names]
+        values = [torch.as_tensor(self.totals.get(name, 0.0), device=device) for name in NAMES]
         self.totals = {}
         sums = torch.stack(values)
-        return torch.cat([sums, self.further.take_sums(training=True)]) if self.further else sums
+        return torch.cat([sums, self.mtp.take_sums(training=True)]) if self.mtp else sums
 
     def metrics(self, sums: list[float]) -> dict[str, float]:
         """Return the means of entropy and of `token_losses`'s terms over the step's response tokens.
 
         They are NaN if there is no token.
         """
-        count = 2 + len(TERMS)
+        count = len(NAMES)
         tokens, *totals = sums[:count]
         means = {
             name: total / tokens if tokens else math.nan
-            for name, total in zip(["entropy", *TERMS], totals, strict=True)
+            for name, total in zip(NAMES[1:], totals, strict=True)
         }
-        further = self.further.metrics(sums[count:], training=True) if self.further else {}
-        return means | further
+        mtp = self.mtp.metrics(sums[count:], training=True) if self.mtp else {}
+        return means | mtp
 
 
 TERMS = (
@@ -266,6 +262,8 @@ TERMS = (
     "token_mult_prob_error",
     "generation_kl_error",
 )
+# of a step's sums: the number of response tokens, and what is averaged over them
+NAMES = ("tokens", "entropy", *TERMS)
 
 
 def token_losses(

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from minitrain.grpo.batches import ProblemSet
-from minitrain.grpo.environments import Dialog, Environment, Environments
+from minitrain.grpo.environments import Environments, Talk
 from minitrain.grpo.offload import Memory
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rewards import Reward
@@ -50,6 +50,7 @@ from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.tensor_decoder import tensor_parallel
 from minitrain.rollout.engine import Sampler
+from minitrain.rollout.texts import TextTokenizer
 from minitrain.settings import Config
 
 PHASES = ("generation", "logprobs", "training", "refit")
@@ -77,7 +78,7 @@ class PolicyLoop:
 
     meshes: of the training ranks. problems, held_out: to train on, and to evaluate on. ends: the
         tokens that end a response.
-    fill: see `build_model`. talk: with environments, makes an environment, and a Dialog.
+    fill: see `build_model`. talk: what samples talk to, with environments.
     draft: what guesses the samplers' next tokens, if a model of its own does.
     record(groups, step): called by all ranks with the responses of a step, before it trains.
     """
@@ -89,12 +90,12 @@ class PolicyLoop:
         ranks: Ranks,
         problems: ProblemSet,
         held_out: ProblemSet | None,
-        tokenizer,
+        tokenizer: TextTokenizer,
         ends: tuple[int, ...],
         reward: Reward,
         fill: Callable[[Config, Module], None],
         record: Callable[[list[Group], int], None],
-        talk: tuple[Callable[[], Environment], Callable[[], Dialog]] | None = None,
+        talk: Talk | None = None,
         draft: Decoder | None = None,
     ):
         self.config = config
@@ -114,23 +115,14 @@ class PolicyLoop:
         self.drafts = Counter()
         # the sampler's memory is the trainer's in between
         self.frees = self.colocated and not config.grpo.keep_cache
-        rank = dist.get_rank()
         self.policy = self.worker = None
-        if rank in ranks.training:
+        if dist.get_rank() in ranks.training:
             self.policy = PolicyTrainer(config, meshes, self.phase, fill)
         # ranks that only sample must not time out while trainers load weights from disk
         wait_for_all()
         model, self.weight_sync = self.connect(ranks)
         if model is not None:
-            replica = ranks.sampling.index(rank) // config.rollout.tp
-            replicas = len(ranks.sampling) // config.rollout.tp
-            samples = most_samples(config, replicas)
-            longest = config.batch.seq_len + 1
-            sampler = Sampler(model, tokenizer, config.rollout, samples, longest, draft)
-            sampler.records = config.grpo.replay_routing
-            play = talk and partial(Environments, config, *talk, group=ranks.sampler)
-            make = partial(RolloutWorker, config, sampler, tokenizer, ends, reward)
-            self.worker = make(replica, replicas, ranks.samplers, play, ranks.sampler)
+            self.worker = make_worker(config, ranks, model, tokenizer, ends, reward, talk, draft)
         kept = {}
         lost = {}
         # then every rank trains and samples
@@ -202,9 +194,9 @@ class PolicyLoop:
             self.version = step + 1
             self.update_sampler()
             # also to ranks that only sample: all judge alike how it went
-            learned = self.tell(learned, 0)
+            learned = self.from_rank(learned, 0)
             measured = self.seconds["generation"], self.drafts
-            self.seconds["generation"], self.drafts = self.tell(measured, self.first_sampler)
+            self.seconds["generation"], self.drafts = self.from_rank(measured, self.first_sampler)
             timing = self.timing(groups, time.perf_counter() - began)
             ages = describe_ages(groups, step) if config.grpo.lag else {}
             yield {"step": step + 1} | learned | describe_responses(groups) | ages | timing
@@ -230,7 +222,7 @@ class PolicyLoop:
     def share(self, groups: list[Group] | None, step: int) -> list[Group]:
         """Share what was collected for `step` with all ranks, and record it."""
         with self.phase("refit"):
-            groups = self.tell(groups, self.first_sampler)
+            groups = self.from_rank(groups, self.first_sampler)
             self.record(groups, step)
         return groups
 
@@ -249,7 +241,7 @@ class PolicyLoop:
             trained.wait()
         return {}
 
-    def tell(self, value: Any, source: int) -> Any:
+    def from_rank(self, value: Any, source: int) -> Any:
         """Return rank `source`'s value on all ranks; where they are colocated each has it."""
         return value if self.colocated else broadcast(value, source, self.everyone)
 
@@ -262,7 +254,7 @@ class PolicyLoop:
 
     def in_flight(self) -> dict[str, Any]:
         """Return what has been drawn of the next steps' responses, for a checkpoint."""
-        return self.tell(self.worker and self.worker.in_flight(), self.first_sampler)
+        return self.from_rank(self.worker and self.worker.in_flight(), self.first_sampler)
 
     def evaluate(self) -> dict[str, float]:
         """Return val_greedy and val_pass@k on held-out problems, or those that are trained on."""
@@ -275,14 +267,14 @@ class PolicyLoop:
             self.worker.draft_counts()
             sampler = self.worker.sampler
             sampler.free() if self.frees else sampler.forget()
-        return self.tell(numbers, self.first_sampler)
+        return self.from_rank(numbers, self.first_sampler)
 
     def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
         """Return seconds of the step and its phases, and tokens, those of prompts and responses.
 
         And, with drafts, the share of them that was right, and how many there were a second.
         """
-        tokens = sum(len(rollout.prompt) + len(rollout.response) for rollout in chain(*groups))
+        tokens = sum(len(response.prompt) + len(response.response) for response in chain(*groups))
         phases = {f"{name}_s": self.seconds[name] for name in PHASES}
         rates = {}
         if drafted := self.drafts["drafted"]:
@@ -328,6 +320,30 @@ def is_whole(model: Decoder | Pipeline) -> bool:
     return not isinstance(model, Pipeline) and not any(
         isinstance(parameter, DTensor) for parameter in model.parameters()
     )
+
+
+def make_worker(
+    config: Config,
+    ranks: Ranks,
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    ends: tuple[int, ...],
+    reward: Reward,
+    talk: Talk | None,
+    draft: Decoder | None,
+) -> RolloutWorker:
+    """Return what samples responses from `model` on this rank; the rest as for `PolicyLoop`."""
+    replica = ranks.sampling.index(dist.get_rank()) // config.rollout.tp
+    replicas = len(ranks.sampling) // config.rollout.tp
+    samples = most_samples(config, replicas)
+    longest = config.batch.seq_len + 1
+    sampler = Sampler(model, tokenizer, config.rollout, samples, longest, draft)
+    sampler.records = config.grpo.replay_routing
+    groups = ranks.samplers, ranks.sampler
+    worker = RolloutWorker(config, sampler, tokenizer, ends, reward, replica, replicas, *groups)
+    if talk:
+        worker.environments = Environments(config, talk, sampler, worker.longest, ranks.sampler)
+    return worker
 
 
 def make_sampler_model(config: Config, tp: DeviceMesh) -> Decoder:

@@ -16,8 +16,8 @@ from minitrain.grpo.batches import (
     Example,
     ProblemSet,
     pack_micro_batches,
-    reply_sample,
-    response_sample,
+    reply_example,
+    response_example,
 )
 from minitrain.grpo.objective import PolicyGradient
 from minitrain.grpo.rollouts import Group, rewards
@@ -33,7 +33,7 @@ from minitrain.training.build import build_model
 from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.log_probs import label_log_probs
 from minitrain.training.loop import Trainer, apply_update, is_finite
-from minitrain.training.mtp_loss import make_further_loss, with_next_tokens
+from minitrain.training.mtp_loss import make_mtp_loss, with_next_tokens
 from minitrain.training.optim import make_optimizer
 from minitrain.training.packing import Batch
 
@@ -56,9 +56,9 @@ class PolicyTrainer:
         self.config = config
         self.meshes = meshes
         self.phase = phase
-        self.further = make_further_loss(config)
+        self.mtp = make_mtp_loss(config)
         objective = PolicyGradient(
-            config.grpo, config.rollout.temperature, config.rollout.max_tokens, self.further
+            config.grpo, config.rollout.temperature, config.rollout.max_tokens, self.mtp
         )
         self.trainer = Trainer(config, meshes, objective, fill)
         self.model = self.trainer.model
@@ -84,7 +84,9 @@ class PolicyTrainer:
                 given = advantages(rewards(groups), grpo.baseline, grpo.std_scaling)
                 values = given.flatten().tolist()
             pairs = zip(chain(*groups), values, strict=True)
-            samples = [response_sample(rollout, value, self.config) for rollout, value in pairs]
+            samples = [
+                response_example(response, value, self.config) for response, value in pairs
+            ]
             updates = [self.batches(samples[n : n + size]) for n in range(0, len(samples), size)]
             # the micro-batches of all updates: their log-probabilities precede the first update
             every = list(chain(*updates))
@@ -117,8 +119,8 @@ class PolicyTrainer:
         ranks = self.meshes.batch
         cp = self.meshes.cp
         batches = pack_micro_batches(samples, self.config, ranks.get_local_rank(), ranks.size())
-        if self.further:
-            batches = [with_next_tokens(each, self.further.depths) for each in batches]
+        if self.mtp:
+            batches = [with_next_tokens(each, self.mtp.depths) for each in batches]
         return [local_tokens(each, cp, self.config.parallel.context) for each in batches]
 
     def add_log_probs(
@@ -164,12 +166,12 @@ class PolicyTrainer:
         optim = dataclasses.replace(self.config.optim, lr=self.config.grpo.warmup_lr, ema=0.0)
         config = dataclasses.replace(self.config, optim=optim)
         optimizer = make_optimizer(self.model, optim)
-        objective = LanguageModeling(further=self.further)
+        objective = LanguageModeling(mtp=self.mtp)
         loss = torch.zeros(())
         for step in range(config.grpo.warmup_steps):
             chosen = problems.take(step * config.batch.global_, config.batch.global_)
             batches = self.batches(
-                [reply_sample(problem.prompt, problem.reply) for problem in chosen]
+                [reply_example(problem.prompt, problem.reply) for problem in chosen]
             )
             loss = apply_update(
                 self.model, optimizer, objective, batches, self.meshes, config, step

@@ -23,19 +23,14 @@ from torch.distributed import ProcessGroup
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem, ProblemSet, Response, packed_routes
 from minitrain.grpo.environments import Environments, Episode
-from minitrain.grpo.rewards import (
-    Reward,
-    call,
-    finite_number,
-    keeps_state,
-    overlong,
-    reward_state,
-)
+from minitrain.grpo.rewards import Reward, keeps_state, overlong, reward_state
 from minitrain.parallel.agreement import broadcast, gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
+from minitrain.rollout.texts import TextTokenizer
 from minitrain.settings import Config
+from minitrain.user_code import call, finite_number
 
 # all responses to one prompt
 Group = list[Response]
@@ -49,8 +44,6 @@ class RolloutWorker:
     """Samples groups of responses with `sampler`, and rewards them, with the other replicas.
 
     ends: the tokens that end a response. reward: see grpo/rewards.py.
-    play: makes what lets samples talk to environments, which reward them then, from the sampler and
-        `longest`.
     replica: which of how many `replicas` this rank is. group: the ranks of all replicas, on gloo.
     own: those of this replica, if there are several.
     """
@@ -59,13 +52,12 @@ class RolloutWorker:
         self,
         config: Config,
         sampler: Sampler,
-        tokenizer,
+        tokenizer: TextTokenizer,
         ends: tuple[int, ...],
         reward: Reward,
         replica: int,
         replicas: int,
         group: ProcessGroup,
-        play: Callable[[Sampler, Callable[[int], int]], Environments] | None = None,
         own: ProcessGroup | None = None,
     ):
         self.config = config
@@ -77,7 +69,8 @@ class RolloutWorker:
         self.replicas = replicas
         self.group = group
         self.own = own
-        self.environments = play and play(sampler, self.longest)
+        # what samples talk to, which then rewards them
+        self.environments: Environments | None = None
         # by the number of the first problem
         self.flights: dict[int, Flight] = {}
         # samples that the sampler does not have at the moment
@@ -107,7 +100,7 @@ class RolloutWorker:
                 self.launch(problems, first + later * count, oldest + later)
             groups = self.end(self.flights.pop(first))
             for group in groups:
-                differ = len({rollout.score for rollout in group}) > 1
+                differ = len({response.score for response in group}) > 1
                 (with_signal if differ else without).append(group)
             first += count
             if len(with_signal) >= count:
@@ -121,7 +114,7 @@ class RolloutWorker:
         settings = sampling_settings(self.config)
         of_step = dict(no_signal=share, problems=first, settings=settings, sampled=sampled)
         return [
-            [replace(rollout, group=number, **of_step) for rollout in group]
+            [replace(response, group=number, **of_step) for response in group]
             for number, group in enumerate(groups)
         ]
 
@@ -354,7 +347,7 @@ class RolloutWorker:
         if keeps_state(self.reward):
             self.reward.load_state_dict(kept)
         # of each problem's n responses, how many pass
-        right = [sum(rollout.score >= 1 for rollout in group) for group in sampled]
+        right = [sum(response.score >= 1 for response in group) for group in sampled]
         numbers = {"greedy": sum(group[0].score >= 1 for group in greedy) / len(greedy)}
         for k in (2**i for i in range(n.bit_length())):
             numbers[f"pass@{k}"] = sum(pass_at(k, n, c) for c in right) / len(right)
@@ -393,7 +386,7 @@ def pass_at(k: int, n: int, c: int) -> float:
 def rewards(groups: list[Group]) -> torch.Tensor:
     """Return the responses' rewards, fp64 [groups, samples]."""
     return torch.tensor(
-        [[rollout.reward for rollout in group] for group in groups], dtype=torch.float64
+        [[response.reward for response in group] for group in groups], dtype=torch.float64
     )
 
 

@@ -138,7 +138,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None 
     if mask.chunks and mask.attn_mask is not None and takes_parts(q, v):
         return merged_attention(q, k, v, mask.chunks, sinks)
     if sinks is not None:
-        return attention_with_sinks(sinks, q, k, v, mask)
+        return attention_with_sinks(q, k, v, mask, sinks)
     if isinstance(mask.attn_mask, BlockMask):
         return run_flex_attention(q, k, v, mask.attn_mask)
     causal = mask.causal and mask.attn_mask is None
@@ -166,10 +166,10 @@ def _dot_product_attention(
     )
 
 
-def attention_with_sinks(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor) -> Tensor:
     """Return `attention` with one more term in each softmax's denominator: exp(sinks[head]).
 
-    Weights then sum to less than 1 (GPT-OSS). sinks: [heads]; mask: one with an attn_mask.
+    Weights then sum to less than 1 (GPT-OSS). mask: one with an attn_mask; sinks: [heads].
     """
     allowed = mask.attn_mask
     if q.is_cuda and not isinstance(allowed, Tensor):
@@ -197,8 +197,8 @@ def apply_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
 class GroupedQueryAttention(nn.Module):
     """Attention in which several query heads share one key/value head (Ainslie et al. 2023).
 
-    Biases on q, k, v: Qwen 2.5; on all: GPT-3. qk_norm, an RMSNorm over each head of q and k before
-    rotary embeddings: Qwen 3. Sinks: GPT-OSS.
+    Biases on q, k, v: Qwen 2.5; on all: GPT-3. qk_norm, an RMSNorm of q and k before rotary
+    embeddings, over each head: Qwen 3; over all heads of a token together: OLMo 3. Sinks: GPT-OSS.
     """
 
     # the sampler computes them as one product
@@ -218,12 +218,14 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=config.o_bias)
-        self.q_norm = (
-            nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        )
+        self.normalizes_over_heads = config.qk_norm_over_heads
+
+        def norm(count: int) -> nn.Module:
+            width = count * head_dim if config.qk_norm_over_heads else head_dim
+            return nn.RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+
+        self.q_norm = norm(heads)
+        self.k_norm = norm(kv_heads)
         self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
     def forward(
@@ -238,9 +240,11 @@ class GroupedQueryAttention(nn.Module):
         split = (*x.shape[:2], -1, self.head_dim)
         # [batch, seq, channels of all heads] each
         projected = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (heads.view(split) for heads in projected)
-        q = self.q_norm(q)
-        k = self.k_norm(k)
+        q, k, v = projected if self.normalizes_over_heads else (x.view(split) for x in projected)
+        # over the last dimension
+        q = self.q_norm(q).view(split)
+        k = self.k_norm(k).view(split)
+        v = v.view(split)
         if rotary is not None:
             q = apply_rotary(q, *rotary)
             k = apply_rotary(k, *rotary)

@@ -62,7 +62,7 @@ from minitrain.models.fp8_forms import (
     Form,
     multiply_in_form,
     quantize_groups,
-    quantize_turned,
+    quantize_transposed,
     scaled_grouped_mm,
     wait_for_gradient,
 )
@@ -261,10 +261,10 @@ class Fp8Products(torch.autograd.Function):
         x8, x_inverse = quantize(x, E4M3, form.block, ctx.rows_known)
         kept = (None, None)
         if any(ctx.need_weights):
-            kept = (x8, x_inverse) if one_scale(form) else quantize_turned(x, E4M3, form)
+            kept = (x8, x_inverse) if one_scale(form) else quantize_transposed(x, E4M3, form)
         # the backward pass takes column-major weights: save the copies where there are any
         later = [w.weight8 if w.copy8 is None else w.copy8 for w in weights]
-        if not form.turns:
+        if not form.square_blocks:
             later = [w.parameter for w in weights]
         ctx.save_for_backward(*kept, *later, *(w.inverse for w in weights))
         multiply = choose_scaled_mm(x, ctx.rows_known, ctx.form)
@@ -291,18 +291,18 @@ class Fp8Products(torch.autograd.Function):
                 grads8, later, inverses, strict=True
             ):
                 # [out, in], and inverse scales of its transpose
-                weight8, inverse = turned_weight(weight, inverse, form, grad_inverse)
+                weight8, inverse = transposed_weight(weight, inverse, form, grad_inverse)
                 # [tokens, in]
                 term = multiply(grad8, weight8, grad_inverse, inverse, ctx.dtypes[0], ctx.fast)
                 dx = term if dx is None else dx + term
         if any(ctx.need_weights):
             if one_scale(form):
                 # [in, tokens]
-                x8 = turned_input(ctx, x8, grads8[0][1])
+                x8 = transposed_input(ctx, x8, grads8[0][1])
             for n, grad in enumerate(grads):
                 if ctx.need_weights[n]:
                     # [out, tokens]
-                    grad8, grad_inverse = turned_gradient(ctx, grad, *grads8[n])
+                    grad8, grad_inverse = transposed_gradient(ctx, grad, *grads8[n])
                     dw = multiply(
                         grad8, x8.t(), grad_inverse, x_inverse, ctx.dtypes[1 + n], ctx.fast
                     )
@@ -315,7 +315,7 @@ def one_scale(form: Form) -> bool:
     return form.block == WHOLE
 
 
-def turned_input(ctx, x8: Tensor, grad_inverse: Tensor) -> Tensor:
+def transposed_input(ctx, x8: Tensor, grad_inverse: Tensor) -> Tensor:
     """Return x8 [tokens, in] of one scale as [in, tokens], padded with zeros to whole blocks.
 
     ctx: of `Fp8Products`. grad_inverse: see `wait_for_gradient`.
@@ -325,14 +325,16 @@ def turned_input(ctx, x8: Tensor, grad_inverse: Tensor) -> Tensor:
     return transposed(x8) if ctx.reads_norm else x8.t().contiguous()
 
 
-def turned_gradient(ctx, grad: Tensor, grad8: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def transposed_gradient(
+    ctx, grad: Tensor, grad8: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return a gradient in FP8 as [out, tokens], padded with zeros, and its inverse scales.
 
     ctx: of `Fp8Products`. grad, grad8: [tokens, out]; inverse: of grad8.
     """
     form = FORMS[ctx.form]
     if not one_scale(form):
-        return quantize_turned(grad, form.gradient, form)
+        return quantize_transposed(grad, form.gradient, form)
     padded = pad_rows(grad8, padded_tokens(ctx, grad8), ctx.rows_known)
     return padded.t().contiguous(), inverse
 
@@ -342,7 +344,7 @@ def padded_tokens(ctx, x8: Tensor) -> int:
     return len(x8) + -len(x8) % FORMS[ctx.form].multiple
 
 
-def turned_weight(
+def transposed_weight(
     weight: Tensor, inverse: Tensor, form: Form, grad_inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return a weight in FP8 [out, in], column-major, and inverse scales of its transpose.
@@ -350,7 +352,7 @@ def turned_weight(
     weight: FP8 if the form's blocks are square, else the parameter. inverse: of the FP8 weight.
     grad_inverse: see `wait_for_gradient`.
     """
-    if form.turns:
+    if form.square_blocks:
         return column_major(weight, grad_inverse), inverse.t()
     weight8, inverse = quantize(
         wait_for_gradient(grad_inverse, weight.detach()).t(), E4M3, form.weight_block

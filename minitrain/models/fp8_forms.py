@@ -1,19 +1,19 @@
 """The forms of scaled FP8: which numbers share a scale, and what multiplies them.
 
-    form     one scale for                        gradients  units that multiply it      grouped
+    form     one scale for                        gradients  GPUs with a kernel for it   grouped
     tensor   a tensor                             e5m2       8.9 and later               none
     row      a row along the summed dimension     e4m3       9.0 to 11.0                 9.0, 10.0
     block    1 x 128 of x and g, 128 x 128 of w   e4m3       9.0 alone (cuBLAS 12.9)     none
     mx       1 x 32 of each, as e8m0 in tiles     e4m3       10.0 and later              10.0
 
-Units are named by CUDA's compute capability; `grouped` products are those of experts. A product
+GPUs are named by CUDA's compute capability; `grouped` products are those of experts. A product
 sums over the columns of both factors, [m, k] and [n, k]; "1 x 128" means 128 elements of the sum.
 So a tensor that two products sum along different dimensions is rounded twice, unless its blocks are
 square: a whole tensor, or 128 x 128.
 
     product                   sums over   x           g           w
     output            x w^T   in          1 x block               as w
-    gradient of x     g w     out                     1 x block   w^T: turned if square, else anew
+    gradient of x     g w     out                     1 x block   w8^T if square, else w^T anew
     gradient of w     g^T x   tokens      x^T anew    g^T anew
 
 Elsewhere the factors are dequantized and multiplied in the output's type, on the CPU in fp32. That
@@ -62,23 +62,23 @@ class Form(NamedTuple):
     multiple: int
     # and an expert's tokens to these
     group: int
-    # of a compute capability: whether units multiply it, and groups of it
-    has_units: Callable[[tuple[int, int]], bool]
-    has_grouped_units: Callable[[tuple[int, int]], bool]
+    # of a compute capability: whether a kernel multiplies it, and groups of it
+    has_kernel: Callable[[tuple[int, int]], bool]
+    has_grouped_kernel: Callable[[tuple[int, int]], bool]
 
     @property
-    def turns(self) -> bool:
+    def square_blocks(self) -> bool:
         """Return whether a weight's FP8 numbers serve the products that sum over its rows, too."""
         rows, columns = self.weight_block
         return rows == columns
 
 
-def no_units(capability: tuple[int, int]) -> bool:
+def no_kernel(capability: tuple[int, int]) -> bool:
     return False
 
 
 FORMS = {
-    "tensor": Form(WHOLE, WHOLE, E5M2, 16, 16, lambda device: device >= (8, 9), no_units),
+    "tensor": Form(WHOLE, WHOLE, E5M2, 16, 16, lambda device: device >= (8, 9), no_kernel),
     "row": Form(
         (1, None),
         (1, None),
@@ -90,7 +90,7 @@ FORMS = {
         lambda device: device in ((9, 0), (10, 0)),
     ),
     "block": Form(
-        (1, 128), (128, 128), E4M3, 128, 128, lambda device: device == (9, 0), no_units
+        (1, 128), (128, 128), E4M3, 128, 128, lambda device: device == (9, 0), no_kernel
     ),
     "mx": Form(
         (1, 32),
@@ -105,14 +105,14 @@ FORMS = {
 }
 
 
-def without_units(form: str, experts: bool, capability: tuple[int, int]) -> str:
+def without_kernel(form: str, experts: bool, capability: tuple[int, int]) -> str:
     """Return which products of a form are dequantized at a compute capability; empty for none.
 
     experts: routed experts multiply in FP8, too.
     """
-    products = [] if FORMS[form].has_units(capability) else ["products"]
+    products = [] if FORMS[form].has_kernel(capability) else ["products"]
     # those of `tensor` are products of one expert
-    if experts and form != "tensor" and not FORMS[form].has_grouped_units(capability):
+    if experts and form != "tensor" and not FORMS[form].has_grouped_kernel(capability):
         products.append("products of experts")
     return " and ".join(products)
 
@@ -124,7 +124,7 @@ def dequantized_note(form: str, experts: bool, device: torch.device) -> str | No
     """
     if device.type != "cuda":
         return None
-    products = without_units(form, experts, torch.cuda.get_device_capability(device))
+    products = without_kernel(form, experts, torch.cuda.get_device_capability(device))
     if not products:
         return None
     name = torch.cuda.get_device_name(device)
@@ -137,7 +137,7 @@ def dequantized_note(form: str, experts: bool, device: torch.device) -> str | No
 # --- quantizing along the rows
 
 
-def quantize_turned(x: Tensor, dtype: torch.dtype, form: Form) -> tuple[Tensor, Tensor]:
+def quantize_transposed(x: Tensor, dtype: torch.dtype, form: Form) -> tuple[Tensor, Tensor]:
     """Return x^T in FP8, [columns, rows], and inverse scales: for sums over the rows of x.
 
     The rows are padded with zeros to whole blocks.
@@ -248,14 +248,14 @@ def multiply_in_form(
     block = FORMS[form].block
     # b is a weight, or what the gradient of one is made of
     b_block = block if len(b_inverse) == b.shape[1] else FORMS[form].weight_block
-    if has_units(form, a):
+    if has_kernel(form, a):
         rows = len(a)
         # cuBLAS takes multiples of 4 rows with blocks
         missing = -rows % 4 if form == "block" else 0
         a = pad_rows(a, rows + missing)
         a_inverse = F.pad(a_inverse, (0, 0, 0, missing))
-        scales = UNITS[form](a_inverse, b_inverse, b_block[0])
-        # not all units return fp32
+        scales = KERNEL_SCALES[form](a_inverse, b_inverse, b_block[0])
+        # not all kernels return fp32
         bf16 = torch.bfloat16
         product = F.scaled_mm(a, b, *scales, output_dtype=bf16, use_fast_accum=fast)
         return product[:rows].to(dtype)
@@ -264,9 +264,9 @@ def multiply_in_form(
     return (factors[0] @ factors[1].t()).to(dtype)
 
 
-def has_units(form: str, x: Tensor) -> bool:
-    """Return whether the device of x has units for a form."""
-    return x.is_cuda and FORMS[form].has_units(torch.cuda.get_device_capability(x.device))
+def has_kernel(form: str, x: Tensor) -> bool:
+    """Return whether the device of x has a kernel for a form."""
+    return x.is_cuda and FORMS[form].has_kernel(torch.cuda.get_device_capability(x.device))
 
 
 def row_scales(a: Tensor, b: Tensor, b_rows: int) -> tuple:
@@ -317,12 +317,14 @@ def tiles_of(inverse: Tensor) -> Tensor:
     return parts.movedim(-2, -4).transpose(-2, -3).flatten(-3)
 
 
-UNITS = {"row": row_scales, "block": block_scales, "mx": mx_scales}
+KERNEL_SCALES = {"row": row_scales, "block": block_scales, "mx": mx_scales}
 
 
-def has_grouped_units(form: str, x: Tensor) -> bool:
-    """Return whether the device of x has units for groups of a form."""
-    return x.is_cuda and FORMS[form].has_grouped_units(torch.cuda.get_device_capability(x.device))
+def has_grouped_kernel(form: str, x: Tensor) -> bool:
+    """Return whether the device of x has a kernel for groups of a form."""
+    return x.is_cuda and FORMS[form].has_grouped_kernel(
+        torch.cuda.get_device_capability(x.device)
+    )
 
 
 class RowsOfGroups:
@@ -399,7 +401,7 @@ class TilesOfGroups:
         return laid_out.view(torch.float8_e8m0fnu).view(128 * rows, 4 * columns)
 
 
-GROUPED_UNITS = {"row": RowsOfGroups, "mx": TilesOfGroups}
+GROUPED_KERNEL_SCALES = {"row": RowsOfGroups, "mx": TilesOfGroups}
 
 
 @torch.library.custom_op("minitrain::scaled_grouped_mm", mutates_args=())
@@ -421,8 +423,8 @@ def scaled_grouped_mm(
     a_inverse, b_inverse: fp32, of blocks. fast: as in `scaled_mm`.
     """
     row = FORMS[form]
-    if has_grouped_units(form, a):
-        make_scales = GROUPED_UNITS[form]
+    if has_grouped_kernel(form, a):
+        make_scales = GROUPED_KERNEL_SCALES[form]
         if b.ndim == 3:
             scales = make_scales.rows(a_inverse, offsets), make_scales.stack(b_inverse)
         else:

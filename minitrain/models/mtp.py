@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig
 
 
-class PredictsFurther:
-    """What makes a block a depth: class FurtherBlock(PredictsFurther, Block)."""
+class MTPMixin:
+    """What makes a block a depth: class MTPBlock(MTPMixin, Block)."""
 
     def __init__(self, config: "DecoderConfig", layer: int):
         super().__init__(config, layer)

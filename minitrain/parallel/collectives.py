@@ -1,7 +1,7 @@
 """Collectives inside a block: traceable by torch.compile, and differentiable where they say so.
 
 torch.distributed's public collectives write into given tensors, which autograd and the compiler
-cannot follow (`sum_over` is one, for use outside of a block); those of torch.distributed.nn.functional
+cannot follow (`sum_over_` is one, for use outside of a block); those of torch.distributed.nn.functional
 do not compile. So this file uses two private modules, which exist from torch 2.11 to 2.13: the
 functional collectives, and the operators behind them, whose public names differ between these
 versions.
@@ -27,7 +27,7 @@ _all_gather = (
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def sum_over(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
+def sum_over_(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
     """Sum a tensor [...] over the ranks of a mesh, in place, and return it."""
     if mesh.size() > 1:
         dist.all_reduce(tensor, group=mesh.get_group())

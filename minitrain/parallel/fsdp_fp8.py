@@ -100,7 +100,7 @@ def shards_have_whole_blocks(module: Module, name: str) -> bool:
     weight = module.get_parameter(name)
     if block == WHOLE:
         return True
-    if not FORMS[module.form].turns or weight.ndim > 2:
+    if not FORMS[module.form].square_blocks or weight.ndim > 2:
         return False
     sizes = zip(weight.placements, weight.device_mesh.shape, strict=True)
     # torch's strided shards, of tensor parallelism and FSDP together, do not answer is_shard

@@ -39,8 +39,8 @@ def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> 
         apply_techniques(model, config, meshes)
         return model
     model = config.model.config
-    further = model.num_nextn_predict_layers
-    parts = local_stages(parallel, model.num_layers, meshes.pp.get_local_rank(), further)
+    mtp_layers = model.num_nextn_predict_layers
+    parts = local_stages(parallel, model.num_layers, meshes.pp.get_local_rank(), mtp_layers)
     stages = {number: make(**part) for number, part in parts.items()}
     for stage in stages.values():
         apply_techniques(stage, config, meshes)
@@ -51,8 +51,8 @@ def parallelize(make: Callable[..., Module], config: Config, meshes: Meshes) -> 
         shape=partial(hidden_shape, model.hidden_size, meshes.tp.size()),
         dtype=torch.get_default_dtype() if config.precision == "fp32" else torch.bfloat16,
         keeps_weights=parallel.reshard_after_forward is False,
-        tied="model.embed_tokens.weight" if model.tie_word_embeddings or further else "",
-        splits_loss=not further,
+        tied="model.embed_tokens.weight" if model.tie_word_embeddings or mtp_layers else "",
+        splits_loss=not mtp_layers,
     )
 
 

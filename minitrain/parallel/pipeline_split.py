@@ -91,17 +91,17 @@ def head_fits(head: int, layers: int, stages: int) -> bool:
 
 
 def local_stages(
-    parallel: "Parallel", layers: int, rank: int, further: int = 0
+    parallel: "Parallel", layers: int, rank: int, mtp_layers: int = 0
 ) -> dict[int, dict]:
     """Return what `split_layers` gives to a pipeline rank's stages, by their numbers.
 
-    further: the number of layers of multi-token prediction.
+    mtp_layers: the number of layers of multi-token prediction.
     """
     stages = parallel.pp * parallel.vp
     head = parallel.head_layers
-    while further and head_fits(head + 1, layers, stages):
+    while mtp_layers and head_fits(head + 1, layers, stages):
         head += 1
-        further -= 1
+        mtp_layers -= 1
     parts = split_layers(layers, stages, parallel.layers_per_stage, head)
     v_shaped = SCHEDULES[parallel.schedule].v_shaped
     return {n: part for n, part in enumerate(parts) if rank_of(n, parallel.pp, v_shaped) == rank}

@@ -27,11 +27,11 @@ PADDING_PARAMS = SamplingParams()
 class DecodingBatch:
     """The buffers in which `model` decodes up to `rows` samples, one row each.
 
-    width: columns of a block table, as many as the pages of a sample and the null page.
+    columns: of a block table, as many as the pages of a sample and the null page.
     steps: the most decoding steps in one schedule.
     compiles_blocks: compile them, where that pays. compiles_sampling: compile the choice of tokens.
     graph_pool: the memory of CUDA graphs, as which steps are captured; None: they are not.
-    tokens: of each row that a step computes; more than one are drafts (drafting.py).
+    width: tokens of each row that a step computes; more than one are drafts (drafting.py).
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class DecodingBatch:
         weights: SamplerWeights,
         caches: Caches,
         rows: int,
-        width: int,
+        columns: int,
         steps: int,
         compiles_blocks: bool = False,
         compiles_sampling: bool = False,
         graph_pool: tuple[int, int] | None = None,
-        tokens: int = 1,
+        width: int = 1,
     ):
         self.model = model
         self.weights = weights
@@ -57,27 +57,27 @@ class DecodingBatch:
         self.compiles = compiles_blocks and (graph_pool is not None or device.type == "cpu")
         self.compiles_sampling = compiles_sampling
 
-        def numbers(*shape, dtype=torch.int64):
+        def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tokens = numbers(rows * tokens)
-        self.positions = numbers(rows * tokens)
+        self.tokens = zeros(rows * width)
+        self.positions = zeros(rows * width)
         # the number of the step in its schedule: where in `new_tokens` it writes
-        self.step_index = numbers(1)
+        self.step_index = zeros(1)
         # samples that have ended run on until the schedule ends: their positions stop here
-        positions = min(width * caches.page_size, model.config.max_position_embeddings)
+        positions = min(columns * caches.page_size, model.config.max_position_embeddings)
         self.last_position = positions - 1
-        block_table = numbers(rows, width)
-        slots = numbers(rows)
+        block_table = zeros(rows, columns)
+        slots = zeros(rows)
         self.step = DecodingStep(
             self.positions, block_table, slots, caches.page_size, caches.pages
         )
         # keys and top_k, then temperature, top_p and min_p
-        keys = numbers(rows, dtype=torch.int32)
-        real = [numbers(rows, dtype=torch.float32) for _ in range(3)]
-        self.state = SamplingState(keys, numbers(rows), *real)
-        self.new_tokens = numbers(steps, rows * tokens)
-        self.new_logprobs = numbers(steps, rows * tokens, dtype=torch.float32)
+        keys = zeros(rows, dtype=torch.int32)
+        real = [zeros(rows, dtype=torch.float32) for _ in range(3)]
+        self.state = SamplingState(keys, zeros(rows), *real)
+        self.new_tokens = zeros(steps, rows * width)
+        self.new_logprobs = zeros(steps, rows * width, dtype=torch.float32)
         # (sample, slot, pages) of each row, as loaded last
         self.loaded: list[tuple] = []
         # (greedy, noisy, filtered) of SamplingState -> graph
@@ -246,7 +246,7 @@ def warmup_stream() -> torch.cuda.Stream:
 
 
 def copy_in(target: Tensor, numbers: list | np.ndarray) -> None:
-    """Copy the host's numbers, [rows] or [rows, width], into a buffer of the same shape.
+    """Copy the host's numbers, [rows] or [rows, columns], into a buffer of the same shape.
 
     The host does not wait for the device.
     """

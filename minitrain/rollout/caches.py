@@ -35,15 +35,18 @@ from minitrain.models.attention import apply_sinks, attention
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.flex import compiled_flex_attention
 from minitrain.models.layers import rotary_frequencies
-from minitrain.rollout.cpu import (
-    RowContents,
-    attend_to_rows,
+from minitrain.rollout.cpu import RowContents, attend_to_rows, write_and_attend
+from minitrain.rollout.steps import (
+    Chunk,
+    DecodingStep,
+    PromptStep,
     by_head,
     by_row,
+    on_device,
     sinks_of_queries,
-    write_and_attend,
+    split_kv,
+    write,
 )
-from minitrain.rollout.steps import Chunk, DecodingStep, PromptStep, on_device, split_kv, write
 
 # cuDNN is faster, but plans for half a second for every new length of a prompt
 PREFILL_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -121,29 +124,29 @@ class PagedKVCache(LayerCache):
         Returns [1, heads, tokens, v's head_dim].
         """
         step = self.caches.step
-        # new: what each pool gets, [kv_heads, tokens, head_dim]; width: channels of a value
-        new, width = split_kv(k, v)
+        # new: what each pool gets, [kv_heads, tokens, head_dim]; channels: of a value
+        new, channels = split_kv(k, v)
         if not self.pools:
             shape = self.caches.pages, self.caches.page_size
             self.pools = [zeros((*shape, x.shape[0], x.shape[2]), x.dtype, x.device) for x in new]
         write(self.pools, step.kv_index, new)
         if isinstance(step, PromptStep):
-            outs = [self._attend_to_prompt(chunk, q, width, sinks) for chunk in step.chunks]
+            outs = [self._attend_to_prompt(chunk, q, channels, sinks) for chunk in step.chunks]
             # padding tokens at the row's end belong to no chunk
             return join_chunks(outs, 2, q.shape[2])
         if q.is_cuda:
-            return self.attend_to_pool(q, width, sinks)
+            return self.attend_to_pool(q, channels, sinks)
         attend_rows = partial(attend_to_rows, step=step, window=self.window)
         return write_and_attend(
-            self.gather(), step.positions, q, new, width, step.width, sinks, attend_rows
+            self.gather(), step.positions, q, new, channels, step.width, sinks, attend_rows
         )
 
     def _attend_to_prompt(
-        self, chunk: Chunk, q: Tensor, width: int, sinks: Tensor | None
+        self, chunk: Chunk, q: Tensor, channels: int, sinks: Tensor | None
     ) -> Tensor:
         """Attend to the sequence up to the chunk's end; the pools hold the chunk already.
 
-        q: [1, heads, tokens of the step, head_dim]. Returns [1, heads, tokens of the chunk, width].
+        q: [1, heads, tokens of the step, head_dim]. Returns [1, heads, tokens of the chunk, channels].
         """
         # each [1, kv_heads, end, head_dim], from [pages, page_size, kv_heads, head_dim]
         seen = [
@@ -154,19 +157,19 @@ class PagedKVCache(LayerCache):
         mask = self.caches.step.mask(chunk, self.window, plain=sinks is None)
         with sdpa_kernel(PREFILL_BACKENDS) if q.is_cuda else nullcontext():
             queries = q[:, :, chunk.tokens]
-            values = seen[-1][..., :width]
+            values = seen[-1][..., :channels]
             return attention(queries, seen[0], values, mask, sinks)
 
-    def attend_to_pool(self, q: Tensor, width: int, sinks: Tensor | None) -> Tensor:
+    def attend_to_pool(self, q: Tensor, channels: int, sinks: Tensor | None) -> Tensor:
         """Attend to the pool in a decoding step on CUDA. It holds the new keys and values already.
 
-        q: [1, heads, tokens, head_dim]. width: channels of a value.
-        Returns [1, heads, tokens, width].
+        q: [1, heads, tokens, head_dim]. channels: of a value.
+        Returns [1, heads, tokens, channels].
         """
         step = self.caches.step
         # [1, kv_heads, pages * page_size, head_dim]: views, and the batch of 1 is broadcast to rows
         keys = self.pools[0].flatten(0, 1).transpose(0, 1)[None]
-        values = self.pools[-1].flatten(0, 1).transpose(0, 1)[None, ..., :width]
+        values = self.pools[-1].flatten(0, 1).transpose(0, 1)[None, ..., :channels]
         # [rows, kv_heads, queries, head_dim]: heads that share keys become queries of one head,
         # since the decoding kernel takes only 1, 2, 4, 8, ... heads per key
         q = by_row(q, keys.shape[1], step.width)
@@ -176,7 +179,7 @@ class PagedKVCache(LayerCache):
             values,
             block_mask=step.page_mask(self.window, q.shape[2]),
             return_aux=AuxRequest(lse=sinks is not None),
-            kernel_options=kernel_options(keys, width, len(q)),
+            kernel_options=kernel_options(keys, channels, len(q)),
         )
         if sinks is not None:
             out = apply_sinks(out, aux.lse, sinks_of_queries(sinks, keys.shape[1], step.width))
@@ -213,20 +216,20 @@ def join_chunks(outs: list[Tensor], dim: int, length: int) -> Tensor:
     return F.pad(out, (*later, 0, missing)) if missing else out
 
 
-def kernel_options(keys: Tensor, width: int, rows: int) -> dict | None:
+def kernel_options(keys: Tensor, channels: int, rows: int) -> dict | None:
     """Return the options of FlexAttention's decoding kernel; None: torch's own choice.
 
-    keys: [1, kv_heads, pages * page_size, head_dim]; width: channels of a value; rows: samples.
+    keys: [1, kv_heads, pages * page_size, head_dim]; channels: of a value; rows: samples.
     """
     # latents
-    if width > 256:
+    if channels > 256:
         return SMALL_TILES
-    width_bytes = width * keys.itemsize
+    value_bytes = channels * keys.itemsize
     capability = torch.cuda.get_device_capability(keys.device) if keys.is_cuda else None
-    if capability not in PREFETCH_CAPABILITIES or width_bytes > 256:
+    if capability not in PREFETCH_CAPABILITIES or value_bytes > 256:
         return None
     # about one pair of sample and kv head for each of an H200's 132 multiprocessors
-    crowded = width_bytes == 256 and rows * keys.shape[1] >= 128
+    crowded = value_bytes == 256 and rows * keys.shape[1] >= 128
     return SMALL_PREFETCHED_TILES if crowded and capability == (9, 0) else PREFETCH
 
 
@@ -350,7 +353,7 @@ class Caches:
         self.drafts: Caches | None = None
 
     def add_drafts(self, config: DecoderConfig, layers: range) -> None:
-        """Make `drafts` for layers of another model, or for further ones of this."""
+        """Make `drafts` for the layers of another model, or for this one's MTP layer."""
         if layers.start and self.layers[-1]:
             # these read its output, also of a prompt's tokens
             self.layers[-1].last = False

@@ -23,7 +23,7 @@ MAX_POOL_ELEMENTS = 2**31 - 1
 def page_count(
     cached: CachedLayers,
     settings: Rollout,
-    slots: int,
+    rows: int,
     longest: int,
     last_count: int = 0,
     records: bool = False,
@@ -35,8 +35,8 @@ def page_count(
         rollout.pages   if given
         last_count      if that many fit: kernels are compiled for the pool's size
         as many as      rollout.memory, a share of the free memory, has room for, but no more than
-                        `slots` samples of `longest` tokens fill. One more is for the last page of a
-                        prompt whose samples wait for a slot
+                        `rows` samples of `longest` tokens fill. One more is for the last page of a
+                        prompt whose samples wait for a row
 
     records: pages hold the experts of tokens, too. Raises InputError for more rollout.pages than fit.
     """
@@ -51,7 +51,7 @@ def page_count(
     if 0 < last_count <= fitting:
         return last_count
     # the last token is never cached
-    most = slots * -(-(longest - 1) // settings.page_size) + 1
+    most = rows * -(-(longest - 1) // settings.page_size) + 1
     return max(1, min(most, fitting_pages(cached, settings.page_size, settings.memory, records)))
 
 
@@ -63,24 +63,24 @@ def fitting_pages(
     records: as for `page_count`; of the first model, in int16.
     """
     page_bytes = 2 * page_size * routing_width(cached[0][0].config) if records else 0
-    widths = []
+    sizes = []
     for model, layers in cached:
         config = model.config
         if config.kv_lora_rank:
             # latents, which all of a rank's heads read
-            width = config.kv_lora_rank + config.qk_rope_head_dim
+            channels = config.kv_lora_rank + config.qk_rope_head_dim
             pools = 1
         else:
             # keys and values of this rank's heads
             heads = -(-config.num_key_value_heads // tensor_parallel_size(model))
-            width = heads * config.head_dim
+            channels = heads * config.head_dim
             pools = 2
-        widths.append(width)
+        sizes.append(channels)
         pools *= sum(config.parts(layer)[0] == "attention" for layer in layers)
-        page_bytes += page_size * width * pools * model.head_weight.dtype.itemsize
+        page_bytes += page_size * channels * pools * model.head_weight.dtype.itemsize
     head = cached[0][0].head_weight
     fitting = int(share * free_memory(head.device) / max(page_bytes, 1))
-    pages = torch.tensor(min(fitting, MAX_POOL_ELEMENTS // (page_size * max(widths)) - 1))
+    pages = torch.tensor(min(fitting, MAX_POOL_ELEMENTS // (page_size * max(sizes)) - 1))
     if isinstance(head, DTensor):
         pages = pages.to(head.device)
         mesh = head.device_mesh

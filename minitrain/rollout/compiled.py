@@ -38,7 +38,15 @@ RECOMPILE_LIMIT = 64
 MAX_LOOP_QUERIES = 8
 
 
-class OpaqueCache:
+class UnrecordedCache:
+    """A cache of compiled steps: grpo.replay_routing, which asks for experts, is refused with them."""
+
+    def record(self, indices: Tensor) -> None:
+        # int64 [tokens, top_k]
+        pass
+
+
+class OpaqueCache(UnrecordedCache):
     """A layer's cache as a graph break. Arguments are those of the cache's own methods.
 
     In decoding on CUDA the new keys and values are written before the break, by the kernels that
@@ -62,9 +70,9 @@ class OpaqueCache:
         # q: [1, heads, tokens, head_dim]; k, v: [1, kv_heads, tokens, head_dim]; returned as q
         if self.is_prefill or not (q.is_cuda and self.pools):
             return self.attend_and_write(q, k, v, sinks)
-        new, width = split_kv(k, v)
+        new, channels = split_kv(k, v)
         write(self.pools, self.kv_index, new)
-        return self.attend_to_pool(q, width, sinks)
+        return self.attend_to_pool(q, channels, sinks)
 
     @torch.compiler.disable
     def attend_and_write(self, *args) -> Tensor:
@@ -73,7 +81,7 @@ class OpaqueCache:
 
     @torch.compiler.disable
     def attend_to_pool(self, *args) -> Tensor:
-        # [1, heads, rows, width]
+        # [1, heads, tokens, channels]
         return self.layer.attend_to_pool(*args)
 
     @torch.compiler.disable
@@ -82,7 +90,7 @@ class OpaqueCache:
         return self.layer.mix(*args)
 
 
-class TracedCache:
+class TracedCache(UnrecordedCache):
     """A layer's KV cache in this step as plain tensors, which the compiler traces.
 
     Methods are those of PagedKVCache, and `attend_to_rows` of cpu.py.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minitrain.models import cpu
 from minitrain.models.attention import apply_sinks
 from minitrain.rollout.scheduler import Sample
-from minitrain.rollout.steps import DecodingStep, Rows, write
+from minitrain.rollout.steps import DecodingStep, Rows, by_head, by_row, sinks_of_queries, write
 
 # elements below which matrices are not packed: 1 MiB
 MIN_PACKED_ELEMENTS = 1 << 18
@@ -159,31 +159,11 @@ def row_index(rows: list[int]) -> slice | Tensor:
     return torch.tensor(rows)
 
 
-def by_row(q: Tensor, kv_heads: int, width: int) -> Tensor:
-    """Return q [1, heads, rows x width, head_dim] as [rows, kv_heads, queries, head_dim].
-
-    Heads that share keys, and the tokens of a row, are queries of one head.
-    """
-    tokens = q.reshape(kv_heads, -1, q.shape[2] // width, width, q.shape[3])
-    return tokens.permute(2, 0, 1, 3, 4).flatten(2, 3)
-
-
-def by_head(out: Tensor, width: int) -> Tensor:
-    """Undo `by_row`, of out [rows, kv_heads, queries, channels]."""
-    tokens = out.unflatten(2, (-1, width)).permute(1, 2, 0, 3, 4)
-    return tokens.reshape(1, -1, len(out) * width, out.shape[3])
-
-
 def of_queries(bias: Tensor, queries: int) -> Tensor:
     """Return a bias [rows, 1, width, keys] of tokens as that of `by_row`'s queries."""
     # that of one token is broadcast
     width = bias.shape[2]
     return bias if width == 1 else bias.repeat(1, 1, queries // width, 1)
-
-
-def sinks_of_queries(sinks: Tensor, kv_heads: int, width: int) -> Tensor:
-    """Return the sinks [heads] of `by_row`'s queries, [kv_heads, queries]."""
-    return sinks.view(kv_heads, -1).repeat_interleave(width, 1)
 
 
 def write_and_attend(

@@ -19,7 +19,7 @@ and is overwritten when others come there. Mamba's states are stored once the co
 (`Caches.settle`). Shapes are static: a step with its drafts is one CUDA graph. The caches of what
 drafts have the pages, slots and rows of the model's, so that the scheduler knows nothing of it.
 
-What drafts is a smaller model (`DraftModel`), or a layer that the model has for it (`FurtherLayer`).
+What drafts is a smaller model (`DraftModel`), or a layer that the model has for it (`MTPDrafter`).
 
 Left out: draft models with Mamba layers, trees of drafts, a k that follows the acceptance, later
 layers of multi-token prediction than the first, which published models have alone.
@@ -83,7 +83,7 @@ class DraftModel:
         return self.model(tokens, positions=positions, head=head, cache=cache)
 
 
-class FurtherLayer(DraftModel):
+class MTPDrafter(DraftModel):
     """The model's first layer of multi-token prediction (models/mtp.py), fed with its own output.
 
     Entry i of its cache is of the hidden state of token i, and of token i + 1.
@@ -100,7 +100,7 @@ class FurtherLayer(DraftModel):
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, head, cache: Caches
     ) -> tuple:
-        hidden = self.model.predict_further(hidden, tokens, positions=positions, cache=cache)
+        hidden = self.model.predict_mtp(hidden, tokens, positions=positions, cache=cache)
         return head(hidden, self.model.head_weight, None)
 
 
@@ -108,7 +108,7 @@ def open_drafter(model: Decoder, settings: Rollout, draft: Decoder | None) -> Dr
     """Return what drafts for `model`: the model `draft`, or a layer of its own; None if nothing does."""
     if settings.draft == MTP:
         check_draft(model.config, MTP)
-        return FurtherLayer(model, settings.draft_tokens)
+        return MTPDrafter(model, settings.draft_tokens)
     if draft is None:
         if settings.draft:
             raise InputError(
@@ -136,7 +136,7 @@ class DraftingBatch(DecodingBatch):
     """The buffers in which samples are decoded with drafts of `drafter`; the rest as its base."""
 
     def __init__(self, drafter: DraftModel, *args, **named):
-        super().__init__(*args, **named, tokens=drafter.count + 1)
+        super().__init__(*args, **named, width=drafter.count + 1)
         self.drafter = drafter
         # over all that was drawn, then over one draft after the other
         first = self._pass(drafter.width)

@@ -14,7 +14,8 @@ A batch has 1, 2, 4, ... rows, some of them padding, and all that changes betwee
 buffers with fixed addresses. So on CUDA a step is captured as a graph once per number of rows and
 replayed `steps` times. Then the host looks at the tokens, and drops those after a sample's end.
 
-With drafts (drafting.py) it is over several tokens of each sample, of which it tells how many count.
+With drafts (drafting.py) the pass covers several tokens of each sample, and reports how many of them
+count.
 
 Tensor parallel: every rank of the group calls the same methods in the same order. Ranks need not
 communicate about schedules, which depend on these calls alone. They agree on tokens by exchanging
@@ -35,8 +36,8 @@ Left out: pipeline parallel, graphs of steps that wait (`waits_for_device`).
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -55,7 +56,7 @@ from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key, with_settings
 from minitrain.rollout.scheduler import Prefill, Sample, Schedule, Scheduler
 from minitrain.rollout.steps import Chunk, PromptStep, on_device
-from minitrain.rollout.texts import DEFAULTS, Prompt, Texts, is_chat
+from minitrain.rollout.texts import DEFAULTS, Prompt, Texts, TextTokenizer
 from minitrain.rollout.weights import SamplerWeights
 from minitrain.settings import Rollout
 
@@ -81,7 +82,7 @@ class Sampler(Texts):
     def __init__(
         self,
         model: Decoder,
-        tokenizer=None,
+        tokenizer: TextTokenizer | None = None,
         settings: Rollout | None = None,
         samples: int | None = None,
         longest: int | None = None,
@@ -94,17 +95,17 @@ class Sampler(Texts):
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings or Rollout()
-        # the most samples in a batch
-        self.slots = min(samples or self.settings.slots, self.settings.slots)
+        # the most samples that are decoded at once
+        self.rows = min(samples or self.settings.slots, self.settings.slots)
         self.config = model.config
         self.drafter = open_drafter(model, self.settings, draft)
         # the models, with the layers that are cached
         self.cached = [(model, range(model.config.num_layers))]
         # the most tokens of a sample that a decoding step computes, and produces
-        self.tokens = 1
+        self.width = 1
         if self.drafter:
             self.cached.append((self.drafter.model, self.drafter.layers))
-            self.tokens += self.drafter.count
+            self.width += self.drafter.count
         self.weights = SamplerWeights(model, self.drafter and self.drafter.weights)
         self.ends = find_ends(model.config, tokenizer.eos_id if tokenizer else None)
         positions = self.config.max_position_embeddings
@@ -118,18 +119,18 @@ class Sampler(Texts):
         on_cuda = self.device.type == "cuda"
         for each, _ in self.cached if on_cuda else ():
             tp = tensor_parallel_size(each)
-            width = self.tokens if each is model else self.drafter.width
+            width = self.width if each is model else self.drafter.width
             check_page_size(self.settings.page_size, each.config, tp, width)
         # the most decoding steps in one schedule; the buffers hold the tokens of that number of steps
-        steps = self.settings.steps or (-(-16 // self.tokens) if on_cuda else 1)
+        steps = self.settings.steps or (-(-16 // self.width) if on_cuda else 1)
         self.steps = min(steps, self.longest)
         # the scheduler and the buffers, from the first request (`_allocate`) until `free`
         self.scheduler: Scheduler | None = None
         self.caches: Caches | None = None
         # rows -> the buffers of a decoding step
         self.batches: dict[int, DecodingBatch] = {}
-        # columns of a block table
-        self.width = 0
+        # of a block table
+        self.columns = 0
         self.graph_pool: tuple[int, int] | None = None
         # pages of the pool when it was last allocated
         self.page_count = 0
@@ -142,7 +143,7 @@ class Sampler(Texts):
     def __repr__(self) -> str:
         return (
             f"Sampler(a {type(self.model).__name__} of {self.config.num_layers} layers on "
-            f"{self.device}, up to {self.slots:,} samples of {self.longest:,} tokens at once, "
+            f"{self.device}, up to {self.rows:,} samples of {self.longest:,} tokens at once, "
             f"{'busy' if self.busy else 'idle'})"
         )
 
@@ -173,33 +174,6 @@ class Sampler(Texts):
             for sample in samples
         ]
 
-    @contextmanager
-    def _queued(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
-        settings: dict,
-    ) -> Iterator[list[Sample]]:
-        """Queue all prompts inside a `with` statement; at its end, cancel what is unfinished.
-
-        So a prompt that is refused, an error and an interrupt leave nothing queued.
-        """
-        if isinstance(prompts, str):
-            raise InputError("prompts must be a list, of texts or of lists of token ids")
-        shared = not isinstance(params, list | tuple)
-        all_params = [params] * len(prompts) if shared else params
-        if len(all_params) != len(prompts):
-            raise InputError(
-                f"{len(prompts)} prompts and {len(all_params)} SamplingParams: give one, or one per prompt"
-            )
-        samples = []
-        try:
-            for number, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
-                samples += self.submit(prompt, own, number if shared else 0, **settings)
-            yield samples
-        finally:
-            self.cancel(*samples)
-
     @torch.inference_mode(False)
     def submit(
         self,
@@ -218,16 +192,8 @@ class Sampler(Texts):
         if not isinstance(params, SamplingParams):
             raise InputError(f"params={params!r:.60} must be SamplingParams")
         params = with_settings(params, settings)
-        if is_chat(prompt):
-            prompt, ends = self._text_tokenizer("a chat", "encode_chat").encode_chat(prompt)
-            if not params.ignore_eos:
-                params = with_settings(params, {"stop_tokens": (*params.stop_tokens, *ends)})
-        prompt = self.tokens_of(prompt)
+        prompt, params = self._read(prompt, params)
         self._check_prompt(prompt, self.longest)
-        if params.stop and self.tokenizer is None:
-            raise InputError(
-                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
-            )
         total = min(len(prompt) + params.max_tokens, self.longest)
         # seeds of the samples' random numbers
         keys = (sample_key(params.seed, number, first + i) for i in range(params.n))
@@ -350,13 +316,13 @@ class Sampler(Texts):
 
     def forget(self) -> None:
         """Empty the prefix cache. Needs an idle sampler."""
-        self._must_be_idle()
+        self._stop_streams_and_check_idle()
         if self.scheduler is not None:
             self.scheduler.pages.reset()
 
     def free(self) -> None:
         """Free the caches; the next request allocates them again. Needs an idle sampler."""
-        self._must_be_idle()
+        self._stop_streams_and_check_idle()
         self.weights.refresh()
         self.scheduler = None
         self.caches = None
@@ -366,7 +332,7 @@ class Sampler(Texts):
             # the compiler leaves reference cycles, which hold a kernel's first inputs: pools
             gc.collect()
 
-    def _must_be_idle(self) -> None:
+    def _stop_streams_and_check_idle(self) -> None:
         # streams that somebody holds, and does not read at this moment
         self.cancel(*self.followed)
         self.followed.clear()
@@ -464,18 +430,18 @@ class Sampler(Texts):
         reuse = "M" not in self.config.layer_pattern
         size = settings.page_size
         self.page_count = page_count(
-            self.cached, settings, self.slots, self.longest, self.page_count, self.records
+            self.cached, settings, self.rows, self.longest, self.page_count, self.records
         )
         pages = Pages(self.page_count, size)
         self.scheduler = Scheduler(
-            pages, self.slots, settings.chunk, self.steps, reuse, self.tokens
+            pages, self.rows, settings.chunk, self.steps, reuse, self.width
         )
         # a slot for each sample that is decoded, and one for a prefill that waits for a row
-        self.caches = Caches(self.config, pages.count, size, self.slots + 1, records=self.records)
+        self.caches = Caches(self.config, pages.count, size, self.rows + 1, records=self.records)
         if self.drafter:
             self.caches.add_drafts(self.drafter.model.config, self.drafter.layers)
         # columns of a block table: a sample's most pages, and the null page for positions beyond
-        self.width = min(pages.needed(self.longest - 1), pages.count) + 1
+        self.columns = min(pages.needed(self.longest - 1), pages.count) + 1
         self.graph_pool = self._new_graph_pool()
 
     def _new_graph_pool(self) -> tuple[int, int] | None:
@@ -486,7 +452,7 @@ class Sampler(Texts):
 
     def _batch(self, samples: int) -> DecodingBatch:
         """Return the buffers for that many rows, rounded up to a power of two."""
-        rows = min(1 << (samples - 1).bit_length(), self.slots)
+        rows = min(1 << (samples - 1).bit_length(), self.rows)
         rows = -(-rows // self.tp) * self.tp
         if rows not in self.batches:
             make = partial(DraftingBatch, self.drafter) if self.drafter else DecodingBatch
@@ -495,7 +461,7 @@ class Sampler(Texts):
                 self.weights,
                 self.caches,
                 rows,
-                width=self.width,
+                columns=self.columns,
                 steps=self.steps,
                 compiles_blocks=self.compiles,
                 compiles_sampling=self.settings.compile,

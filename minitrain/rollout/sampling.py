@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.compiler import config
 
 from minitrain.errors import InputError
-from minitrain.hashing import mix, mix_int
+from minitrain.hashing import mix_, mix_int
 from minitrain.models.flex import COMPILING
 from minitrain.training.loss import VocabShard
 
@@ -143,13 +143,13 @@ def sample_key(seed: int, number: int, sample: int) -> int:
 
 def token_keys(keys: Tensor, positions: Tensor) -> Tensor:
     """Hash samples' keys, int32 [rows], with tokens' positions, int64 [rows], to int32 [rows]."""
-    return mix(keys ^ mix(positions.to(torch.int32)))
+    return mix_(keys ^ mix_(positions.to(torch.int32)))
 
 
 @cache
 def _hashed_ids(first: int, size: int, device: torch.device) -> Tensor:
     # int32 [size], the same for all rows and steps
-    return mix(torch.arange(first, first + size, dtype=torch.int32, device=device))
+    return mix_(torch.arange(first, first + size, dtype=torch.int32, device=device))
 
 
 def exponential_noise(keys: Tensor, first: int, size: int) -> Tensor:
@@ -161,7 +161,7 @@ def exponential_noise(keys: Tensor, first: int, size: int) -> Tensor:
     """
     # the compiler warns of caches
     ids = _hashed_ids.__wrapped__ if torch.compiler.is_compiling() else _hashed_ids
-    bits = mix(keys[:, None] ^ ids(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
+    bits = mix_(keys[:, None] ^ ids(first, size, keys.device)).bitwise_and_(0x7FFFFFFF)
     # the clamp keeps the 64 largest above -1, to which fp32 would round them
     uniform = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
     # log1p is exact for small numbers, which win

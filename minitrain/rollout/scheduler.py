@@ -321,8 +321,10 @@ class Scheduler:
         # One more for the first of its own samples. Alone in the pool, it must start.
         alone = not (self.running or self.resident)
         spare = 0 if alone else growing + 1
-        while missing + spare > self.pages.available and alone and self._drop(but=prefill):
-            pass
+        # nobody runs whose end would free pages for it: take them from those who only wait
+        while alone and missing > self.pages.available:
+            if not self._drop(but=prefill):
+                break
         new = self.pages.allocate(missing) if missing + spare <= self.pages.available else None
         if new is None:
             if not kept:

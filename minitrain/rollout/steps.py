@@ -186,28 +186,28 @@ class PageMask:
         rows = len(step.slots)
         device = step.positions.device
         # torch's kernel for the CPU needs a list as long as the pool
-        width = step.pool_pages if device.type == "cpu" else step.block_table.shape[1]
+        columns = step.pool_pages if device.type == "cpu" else step.block_table.shape[1]
 
-        def numbers(*shape):
+        def zeros(*shape):
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         # how many pages each sample attends to, and which
-        self.count = numbers(rows, 1, 1)
-        self.pages = numbers(rows, 1, 1, width)
+        self.count = zeros(rows, 1, 1)
+        self.pages = zeros(rows, 1, 1, columns)
         size = step.page_size
         self.blocks = BlockMask.from_kv_blocks(
             self.count,
             self.pages,
             BLOCK_SIZE=(size, size),
-            mask_mod=self.rule(step, numbers),
+            mask_mod=self.rule(step, zeros),
             seq_lengths=(queries, step.pool_pages * size),
             compute_q_blocks=False,
         )
 
-    def rule(self, step: DecodingStep, numbers: Callable[..., Tensor]) -> Callable:
-        """Return which keys of the listed pages a query sees, from tensors that `numbers` makes."""
+    def rule(self, step: DecodingStep, zeros: Callable[..., Tensor]) -> Callable:
+        """Return which keys of the listed pages a query sees, from tensors that `zeros` makes."""
         # each [rows]: the last page and where its keys end, the first page and where its keys start
-        self.bounds = tail, end, head, start = [numbers(len(step.slots)) for _ in range(4)]
+        self.bounds = tail, end, head, start = [zeros(len(step.slots)) for _ in range(4)]
         size = step.page_size
 
         def allows(row, _, query, key):
@@ -222,7 +222,7 @@ class PageMask:
     def update(self, step: DecodingStep) -> None:
         """Update the lists in place, by few kernels: each takes longer to launch than to run."""
         size = step.page_size
-        width = step.block_table.shape[1]
+        columns = step.block_table.shape[1]
         # [rows]: pages up to the last token's own
         count = step.column[step.width - 1 :: step.width] + 1
         # without a window all pages are listed: no key comes before the first
@@ -233,10 +233,10 @@ class PageMask:
             begin = (step.positions[:: step.width] - self.window + 1).clamp(min=0)
             first = begin // size
             # move the block table left, so that the list begins with the first visible page
-            columns = torch.arange(width, device=begin.device) + first[:, None]
-            pages = step.block_table.gather(1, columns.clamp(max=width - 1))
+            shifted = torch.arange(columns, device=begin.device) + first[:, None]
+            pages = step.block_table.gather(1, shifted.clamp(max=columns - 1))
             count = count - first
-        self.pages[:, 0, 0, :width].copy_(pages)
+        self.pages[:, 0, 0, :columns].copy_(pages)
         self.count[:, 0, 0].copy_(count)
         self.update_rule(step, begin)
 
@@ -259,9 +259,9 @@ class DraftMask(PageMask):
     queries: how many each sample has; the token is their number modulo the step's width.
     """
 
-    def rule(self, step: DecodingStep, numbers: Callable[..., Tensor]) -> Callable:
+    def rule(self, step: DecodingStep, zeros: Callable[..., Tensor]) -> Callable:
         # [pages of the pool]
-        self.columns = columns = numbers(step.pool_pages)
+        self.columns = columns = zeros(step.pool_pages)
         positions = step.positions.view(-1, step.width)
         size = step.page_size
         width = step.width
@@ -289,6 +289,26 @@ def split_kv(k: Tensor, v: Tensor | int) -> tuple[list[Tensor], int]:
     if isinstance(v, int):
         return [k[0]], v
     return [k[0], v[0]], v.shape[3]
+
+
+def by_row(q: Tensor, kv_heads: int, width: int) -> Tensor:
+    """Return q [1, heads, rows x width, head_dim] as [rows, kv_heads, queries, head_dim].
+
+    Heads that share keys, and the tokens of a row, are queries of one head.
+    """
+    tokens = q.reshape(kv_heads, -1, q.shape[2] // width, width, q.shape[3])
+    return tokens.permute(2, 0, 1, 3, 4).flatten(2, 3)
+
+
+def by_head(out: Tensor, width: int) -> Tensor:
+    """Undo `by_row`, of out [rows, kv_heads, queries, channels]."""
+    tokens = out.unflatten(2, (-1, width)).permute(1, 2, 0, 3, 4)
+    return tokens.reshape(1, -1, len(out) * width, out.shape[3])
+
+
+def sinks_of_queries(sinks: Tensor, kv_heads: int, width: int) -> Tensor:
+    """Return the sinks [heads] of `by_row`'s queries, [kv_heads, queries]."""
+    return sinks.view(kv_heads, -1).repeat_interleave(width, 1)
 
 
 def write(pools: list[Tensor], index: tuple[Tensor, ...], new: list[Tensor]) -> None:

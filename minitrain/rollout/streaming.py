@@ -1,12 +1,18 @@
 """Detokenize incrementally."""
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minitrain.rollout.texts import TextTokenizer
 
 # bytes that are not UTF-8 decode to it
 REPLACEMENT = "\ufffd"
 
 
-def stream(tokenizer, ids: Iterable[int], prompt: Iterable[int] = ()) -> Iterator[str]:
+def stream(
+    tokenizer: "TextTokenizer", ids: Iterable[int], prompt: Iterable[int] = ()
+) -> Iterator[str]:
     """Yield the text of `ids`, which follow `prompt`, in pieces: each as soon as it is certain.
 
     A character whose bytes have not all come decodes to the replacement character, so a text that

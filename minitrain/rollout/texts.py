@@ -4,12 +4,15 @@ Elsewhere: token ids (engine.py), and which text a token completes (streaming.py
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from minitrain.errors import InputError
 from minitrain.rollout.sampling import SamplingParams, with_settings
 from minitrain.rollout.scheduler import Sample
 from minitrain.rollout.streaming import stream
+from minitrain.rollout.weights import SamplerWeights
 
 # token ids, text, or the messages of a chat
 Prompt = Sequence[int] | str | Sequence[dict]
@@ -24,11 +27,49 @@ def is_chat(prompt: object) -> bool:
     return is_list(prompt) and len(prompt) > 0 and all(isinstance(each, dict) for each in prompt)
 
 
-class Texts:
-    """What a `Sampler` says as text."""
+class TextTokenizer(Protocol):
+    """A tokenizer as `minitrain.load_tokenizer` gives it.
 
-    # the samples whose text somebody has begun to read
+    eos_id: ends a text; None if no file names it. For chats it also has encode_chat(messages), which
+    returns the prompt's token ids and those that end a reply.
+    """
+
+    eos_id: int | None
+
+    def encode_prompt(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int], special: bool = False) -> str:
+        """Return the text of token ids, with that of special tokens if `special`."""
+
+
+class Texts:
+    """What a `Sampler` is asked and says as text. The sampler sets the attributes.
+
+    ends: the tokens that end a text. followed: the samples whose text somebody has begun to read.
+    """
+
+    tokenizer: TextTokenizer | None
+    ends: tuple[int, ...]
+    weights: SamplerWeights
     followed: list[Sample]
+    submit: Callable[..., list[Sample]]
+    step: Callable[[], list[tuple[Sample, list[int]]]]
+    cancel: Callable[..., None]
+
+    def _read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """Return a prompt's token ids, and its parameters with the tokens that end a chat's reply.
+
+        Raises InputError for text, a chat or stop strings without the tokenizer that they need.
+        """
+        if is_chat(prompt):
+            prompt, ends = self._text_tokenizer("a chat", "encode_chat").encode_chat(prompt)
+            if not params.ignore_eos:
+                params = with_settings(params, {"stop_tokens": (*params.stop_tokens, *ends)})
+        if params.stop and self.tokenizer is None:
+            raise InputError(
+                f"sampling stop={list(params.stop)} needs a sampler with a tokenizer"
+            )
+        return self.tokens_of(prompt), params
 
     def tokens_of(self, prompt: Sequence[int] | str) -> list[int]:
         """Return the token ids of a prompt. Raise InputError unless it is text or a list of ids."""
@@ -47,7 +88,7 @@ class Texts:
         )
         return tokenizer.encode_prompt(prompt)
 
-    def _text_tokenizer(self, what: str, method: str = "decode"):
+    def _text_tokenizer(self, what: str, method: str = "decode") -> TextTokenizer:
         """Return the tokenizer. Raises InputError, which says what needs it, without one."""
         if not hasattr(self.tokenizer, method):
             raise InputError(
@@ -71,6 +112,33 @@ class Texts:
             if any(stop in text[len(before) :] for stop in sample.params.stop):
                 return True
         return False
+
+    @contextmanager
+    def _queued(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        settings: dict,
+    ) -> Iterator[list[Sample]]:
+        """Queue all prompts inside a `with` statement; at its end, cancel what is unfinished.
+
+        So a prompt that is refused, an error and an interrupt leave nothing queued.
+        """
+        if isinstance(prompts, str):
+            raise InputError("prompts must be a list, of texts or of lists of token ids")
+        shared = not isinstance(params, list | tuple)
+        all_params = [params] * len(prompts) if shared else params
+        if len(all_params) != len(prompts):
+            raise InputError(
+                f"{len(prompts)} prompts and {len(all_params)} SamplingParams: give one, or one per prompt"
+            )
+        samples = []
+        try:
+            for number, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
+                samples += self.submit(prompt, own, number if shared else 0, **settings)
+            yield samples
+        finally:
+            self.cancel(*samples)
 
     def generate_text(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from minitrain.errors import refused
+from minitrain.errors import as_input_error
 from minitrain.simulator.simulate import Simulation
 from minitrain.simulator.timeline import Span, Timeline
 from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace
@@ -55,7 +55,7 @@ def write_trace(simulation: Simulation, path: str) -> None:
         events += [named("thread", f"stage {stage}", number, stage) for stage in stages]
         for (stage, kind, batch), (begin, end) in simulation.pipeline.spans.items():
             events.append(box(number, stage, f"{kind}{batch}", begin, end))
-    with refused(f"--trace={path} cannot be written"):
+    with as_input_error(f"--trace={path} cannot be written"):
         Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 

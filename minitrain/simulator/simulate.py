@@ -25,7 +25,7 @@ from statistics import median_high
 
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
-from minitrain.models.fp8_forms import without_units
+from minitrain.models.fp8_forms import without_kernel
 from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.ranks import micro_batches, row_ranks, stated_ranks
@@ -109,7 +109,7 @@ def time_traces(
     config: Config, traces: dict[int, Trace], system: System, at_once: int = 0
 ) -> Simulation:
     """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all of the step."""
-    check_units(config, system)
+    check_simulated(config, system)
     system = replace(system, fp8=system.fp8 * system.fp8_shares[config.fp8.form])
     # places with the same layers share a trace, which is played once
     distinct = {id(trace): trace for trace in traces.values()}
@@ -125,11 +125,13 @@ def time_traces(
     return simulation
 
 
-def check_units(config: Config, system: System) -> None:
-    """Raise InputError if products in the config's form of FP8 are dequantized on the system."""
+def check_simulated(config: Config, system: System) -> None:
+    """Raise InputError for copies to the host, and for FP8 products that the system dequantizes."""
+    if config.recompute == "offload":
+        raise InputError("recompute=offload is not simulated: its copies need a bus (use full)")
     form = config.fp8.form
     if config.precision == "fp8" and form != "tensor":
-        products = without_units(form, config.fp8.experts, system.capability)
+        products = without_kernel(form, config.fp8.experts, system.capability)
         if products:
             raise InputError(
                 f"fp8.form={form} is not simulated on {system.name}, which has no units for its {products} (use "
@@ -201,8 +203,8 @@ def few(config: Config) -> int:
 def stages_of(config: Config, place: int) -> dict[int, dict]:
     """Return the stages of a place in the pipeline, see `local_stages`."""
     model = config.model.config
-    further = model.num_nextn_predict_layers
-    return local_stages(config.parallel, model.num_layers, place, further)
+    mtp_layers = model.num_nextn_predict_layers
+    return local_stages(config.parallel, model.num_layers, place, mtp_layers)
 
 
 def representatives(config: Config) -> dict[int, int]:
@@ -212,7 +214,7 @@ def representatives(config: Config) -> dict[int, int]:
     model = config.model.config
     first = {}
     alike = {}
-    kinds = [(*model.parts(layer), model.windowed(layer)) for layer in range(model.num_layers)]
+    kinds = [model.kind(layer) for layer in range(model.num_layers)]
     for place in range(config.parallel.pp):
         parts = stages_of(config, place).values()
         held = tuple(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
-from minitrain.hashing import mix
+from minitrain.hashing import mix_
 from minitrain.parallel.shards import Slices, local_shard, to_local
 
 # how many numbers are converted to fp32 at a time
@@ -210,8 +210,8 @@ def random_bits(key: str, step: Tensor, slices: Slices) -> Tensor:
     tensor alone. One dimension is hashed after the other, so only the last hash has the full size.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little", signed=True)
-    bits = mix(step.to(torch.int32) ^ seed)
+    bits = mix_(step.to(torch.int32) ^ seed)
     for part in slices:
         index = torch.arange(part.start, part.stop, dtype=torch.int32, device=step.device)
-        bits = mix(bits[..., None] ^ index)
+        bits = mix_(bits[..., None] ^ index)
     return (bits >> 16) & 0xFFFF

@@ -20,7 +20,7 @@ from minitrain.models.lora import add_adapters, initialize_adapter, is_adapter
 from minitrain.models.router import Router
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model
-from minitrain.parallel.collectives import sum_over
+from minitrain.parallel.collectives import sum_over_
 from minitrain.parallel.fsdp_fp8 import gather_in_fp8, gathered_wide
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.parallelize import parallelize
@@ -28,7 +28,7 @@ from minitrain.parallel.pipeline import Pipeline
 from minitrain.parallel.shards import local_shard
 from minitrain.settings import Config
 from minitrain.training.footprint import check_fits
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 
 
 def build_model(
@@ -45,7 +45,9 @@ def build_model(
     Raises InputError if they do not fit this rank's memory.
     """
     if fill is None and (config.model.path or (config.lora and config.lora.path)):
-        raise ValueError("model.path and lora.path need `fill` (see run/launch/start.py)")
+        raise ValueError(
+            "model.path and lora.path need `fill` (see run/tasks/initial_weights.py)"
+        )
     model = lay_out(partial(make_model, config), config, meshes)
     check_fits(model, config, meshes.device, trained)
     allocate(model, config, meshes.device)
@@ -97,8 +99,8 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         )
     if config.lora and config.lora.base != "bf16":
         freeze(model.blocks, config.lora.base)
-    if getattr(model, "further_layers", ()) and not trains_further(config):
-        for layer in model.further_layers:
+    if getattr(model, "mtp_layers", ()) and not trains_mtp(config):
+        for layer in model.mtp_layers:
             layer.requires_grad_(False)
     return model
 
@@ -129,7 +131,7 @@ def balance_over_ranks(model: Module, config: Config, meshes: Meshes) -> None:
     for module in model.modules():
         if isinstance(module, Router):
             mesh = meshes.sequence if config.model.config.seq_aux else meshes.tokens
-            module.sum_counts = partial(sum_over, mesh)
+            module.sum_counts = partial(sum_over_, mesh)
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.settings import DPO
-from minitrain.training.log_probs import call, label_log_probs, linear_log_probs
+from minitrain.training.log_probs import label_log_probs, linear_log_probs, run_with_head
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import Batch, Dataset
 
@@ -68,7 +68,7 @@ class Preferences:
 
     def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the sum of the pairs' losses, a scalar. Values of the batch: [micro, seq]."""
-        return call(model, batch, partial(self.head, batch))
+        return run_with_head(model, batch, partial(self.head, batch))
 
     def head(self, batch: Batch, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the sum of losses from hidden [micro, seq, hidden] and the head's weight."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.training.loss import IGNORE, linear_cross_entropy
-from minitrain.training.mtp_loss import FurtherLoss, with_next_tokens
+from minitrain.training.mtp_loss import MTPLoss, with_next_tokens
 from minitrain.training.packing import Batch
 
 
@@ -17,19 +17,19 @@ class LanguageModeling:
 
     A batch has tokens and labels [batch, seq], and further inputs of the model by name. With data
     that is mixed it also has `sources` [batch, seq], the place of each token's source in `names`.
-    further: the loss of multi-token prediction, if that is trained.
+    mtp: the loss of multi-token prediction, if that is trained.
     """
 
     layouts = ("cp", "pp")
 
-    def __init__(self, names: Sequence[str] = (), further: FurtherLoss | None = None):
+    def __init__(self, names: Sequence[str] = (), mtp: MTPLoss | None = None):
         self.names = names
-        self.further = further
+        self.mtp = mtp
         # [2, sources]: the sum of losses, and the number of labels
         self.sums_by_source = torch.zeros(2, len(names), dtype=torch.float64)
 
     def extend(self, batch: Batch) -> Batch:
-        return with_next_tokens(batch, self.further.depths) if self.further else batch
+        return with_next_tokens(batch, self.mtp.depths) if self.mtp else batch
 
     def count(self, batch: Batch) -> int:
         # labels: [batch, seq]
@@ -42,8 +42,8 @@ class LanguageModeling:
         head = linear_cross_entropy
         if sources is not None and torch.is_grad_enabled():
             head = partial(self.head, sources)
-        if self.further:
-            batch |= self.further.inputs(batch)
+        if self.mtp:
+            batch |= self.mtp.inputs(batch)
             del batch["next_labels"]
         return model(batch.pop("tokens"), **batch, head=head)
 
@@ -72,22 +72,20 @@ class LanguageModeling:
         if self.names:
             parts.append(self.sums_by_source.flatten())
             self.sums_by_source = torch.zeros_like(self.sums_by_source)
-        if self.further:
-            parts.append(self.further.take_sums(training=True))
+        if self.mtp:
+            parts.append(self.mtp.take_sums(training=True))
         return torch.cat(parts) if parts else None
 
     def metrics(self, sums: list[float]) -> dict[str, float]:
         """Return the mean loss of each source that had a label, as loss/NAME, and mtp_loss."""
         count = len(self.names)
-        further = self.further.metrics(sums[2 * count :], training=True) if self.further else {}
+        mtp = self.mtp.metrics(sums[2 * count :], training=True) if self.mtp else {}
         sources = zip(self.names, sums[:count], sums[count : 2 * count], strict=True)
-        return further | {
-            f"loss/{name}": loss / number for name, loss, number in sources if number
-        }
+        return mtp | {f"loss/{name}": loss / number for name, loss, number in sources if number}
 
     def held_out(self, sum_over: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return numbers of the batches without gradients since the last call."""
-        if not self.further:
+        if not self.mtp:
             return {}
-        sums = sum_over(self.further.take_sums(training=False)).tolist()
-        return self.further.metrics(sums, training=False)
+        sums = sum_over(self.mtp.take_sums(training=False)).tolist()
+        return self.mtp.metrics(sums, training=False)

@@ -20,7 +20,7 @@ from minitrain.training.loss import (
     split_chunks,
     vocab_shard,
 )
-from minitrain.training.mtp_loss import FurtherLoss
+from minitrain.training.mtp_loss import MTPLoss
 from minitrain.training.packing import Batch
 
 
@@ -32,20 +32,22 @@ def label_log_probs(model: Module, batch: Batch, temperature: float = 1.0) -> Te
         log_probs, _ = linear_log_probs(hidden, weight, labels, temperature)
         return log_probs
 
-    return call(model, batch, head)
+    return run_with_head(model, batch, head)
 
 
-def call(
-    model: Module, batch: Batch, head: Callable[..., Tensor], further: FurtherLoss | None = None
+def run_with_head(
+    model: Module, batch: Batch, head: Callable[..., Tensor], mtp: MTPLoss | None = None
 ) -> Tensor:
     """Return head(hidden [micro, seq, hidden], weight [vocab, hidden], labels) for a batch.
 
-    further: the loss of multi-token prediction, whose gradient is added.
+    mtp: the loss of multi-token prediction, whose gradient is added.
     """
-    replay_routing(model, batch.get("routes"))
+    # a pipeline's stage comes as a function without routers, and its batches have no routes
+    if "routes" in batch:
+        replay_routing(model, batch["routes"])
     inputs = {key: batch[key] for key in ("positions", "document_ids", "labels")}
-    if further:
-        inputs |= further.inputs(batch)
+    if mtp:
+        inputs |= mtp.inputs(batch)
     return model(batch["tokens"], **inputs, head=head)
 
 

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from minitrain.hashing import seed_of
 from minitrain.models.router import Router, update_selection_bias
-from minitrain.parallel.collectives import sum_over
+from minitrain.parallel.collectives import sum_over_
 from minitrain.parallel.context import local_tokens
 from minitrain.parallel.fsdp import reshard, set_gradient_sync
 from minitrain.parallel.mesh import Meshes
@@ -131,7 +131,7 @@ class Trainer:
     def total(self, tensor: Tensor) -> Tensor:
         """Sum a tensor [...] over the objective's ranks; in a pipeline the last stage has it."""
         ranks = getattr(self.meshes, getattr(self.objective, "summed_over", "loss"))
-        return sum_over(self.meshes.pp, sum_over(ranks, tensor.to(self.device)))
+        return sum_over_(self.meshes.pp, sum_over_(ranks, tensor.to(self.device)))
 
     @torch.no_grad()
     def evaluate(
@@ -155,10 +155,10 @@ class Trainer:
             count += sum(map(self.objective.count, micro_batches))
             total += sum(self.outputs(self.objective.loss, micro_batches))
         # of a pipeline, the last stage has it
-        sum_over(self.meshes.pp, total)
+        sum_over_(self.meshes.pp, total)
         # one all-reduce for both, [2]
         sums = torch.stack([total, torch.full_like(total, count)])
-        total, count = sum_over(self.meshes.loss, sums).tolist()
+        total, count = sum_over_(self.meshes.loss, sums).tolist()
         return total / max(count, 1)
 
 
@@ -188,7 +188,7 @@ def apply_update(
     optimizer.zero_grad(set_to_none=True)
     if routers := [module for module in model.modules() if isinstance(module, Router)]:
         # scaled by `finite`: a skipped step leaves the bias unchanged
-        update_selection_bias(routers, finite, partial(sum_over, meshes.tokens))
+        update_selection_bias(routers, finite, partial(sum_over_, meshes.tokens))
     return {"loss": loss, "grad_norm": norm}
 
 
@@ -227,7 +227,7 @@ def forward_backward(
         total = model.forward_backward(objective.loss, batches, count)
     else:
         total = accumulate_gradients(model, objective, batches, count)
-    sum_over(meshes.loss, total)
+    sum_over_(meshes.loss, total)
     return total
 
 
@@ -255,7 +255,7 @@ def global_count(
     """Return the number of loss terms on all ranks, a float scalar [], at least 1."""
     # torch.tensor would synchronize with the device
     count = torch.full((), sum(map(objective.count, micro_batches)), device=device)
-    sum_over(meshes.loss, count)
+    sum_over_(meshes.loss, count)
     return count.clamp(min=1).float()
 
 
@@ -273,7 +273,7 @@ def set_token_counts(
             (batch.get("document_ids", batch["tokens"]) >= 0).sum() for batch in micro_batches
         )
         count = count.to(device, non_blocking=True)
-        sum_over(meshes.loss, count)
+        sum_over_(meshes.loss, count)
         for router in routers:
             router.tokens_per_step = count
 

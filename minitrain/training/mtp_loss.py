@@ -22,20 +22,20 @@ from minitrain.training.loss import IGNORE, linear_argmax, linear_cross_entropy
 from minitrain.training.packing import Batch
 
 
-def trains_further(config: Config) -> bool:
+def trains_mtp(config: Config) -> bool:
     """Return whether the config's model has multi-token prediction that this run trains."""
     depths = getattr(config.model.config, "num_nextn_predict_layers", 0)
-    return depths > 0 and config.mtp_weight > 0 and knows_further(config)
+    return depths > 0 and config.mtp_weight > 0 and knows_mtp(config)
 
 
-def knows_further(config: Config) -> bool:
+def knows_mtp(config: Config) -> bool:
     """Return whether the run's objective can have multi-token prediction beside it."""
     return config.task != "dpo" and (config.task == "grpo" or not config.teachers)
 
 
-def make_further_loss(config: Config) -> "FurtherLoss | None":
+def make_mtp_loss(config: Config) -> "MTPLoss | None":
     depths = config.model.config.num_nextn_predict_layers
-    return FurtherLoss(depths, config.mtp_weight) if trains_further(config) else None
+    return MTPLoss(depths, config.mtp_weight) if trains_mtp(config) else None
 
 
 def with_next_tokens(batch: Batch, depths: int) -> Batch:
@@ -64,7 +64,7 @@ def with_next_tokens(batch: Batch, depths: int) -> Batch:
     }
 
 
-class FurtherLoss:
+class MTPLoss:
     """The loss above, of `depths` depths, and the numbers of it since they were asked for last.
 
     weight: the setting mtp_weight.
@@ -78,8 +78,8 @@ class FurtherLoss:
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return what a model takes besides to add this loss. batch: from `with_next_tokens`."""
-        further = partial(self, batch["next_labels"])
-        return {"next_tokens": batch["next_tokens"], "further": further}
+        mtp = partial(self, batch["next_labels"])
+        return {"next_tokens": batch["next_tokens"], "mtp": mtp}
 
     def __call__(self, labels: Tensor, depth: int, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return 0, a scalar, with the gradient of a depth's weighted loss.

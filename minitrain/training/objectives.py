@@ -36,7 +36,7 @@ from minitrain.training.distillation import Distillation
 from minitrain.training.dpo import Preferences
 from minitrain.training.flow import FlowMatching
 from minitrain.training.language_modeling import LanguageModeling
-from minitrain.training.mtp_loss import make_further_loss
+from minitrain.training.mtp_loss import make_mtp_loss
 from minitrain.training.packing import Batch
 from minitrain.training.reward import Scores
 
@@ -74,8 +74,7 @@ def make_objective(config: Config) -> Objective:
         labels = [source.label for source in config.data.sources]
         if config.teachers:
             return Distillation(config.distill, config.teachers, labels)
-        depths = config.model.config.num_nextn_predict_layers
-        return LanguageModeling(labels, make_further_loss(config) if depths else None)
+        return LanguageModeling(labels, make_mtp_loss(config))
     model = config.model.config
     return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
-from minitrain.parallel.collectives import sum_over
+from minitrain.parallel.collectives import sum_over_
 from minitrain.settings import Optim
 from minitrain.training.adamw import AdamW
 from minitrain.training.muon import Muon, has_muon
@@ -123,7 +123,7 @@ def clip_gradients(
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     if stages is not None and stages.size() > 1:
         # fp64 on all: one stage's norm may be fp64 (of fp64 parameters), another's fp32
-        total = sum_over(stages, total.double().square()).sqrt()
+        total = sum_over_(stages, total.double().square()).sqrt()
     if max_norm is not None:
         scale = (max_norm / (total + 1e-6)).clamp(max=1)
         for dtype, each in by_type(gradients).items():

@@ -15,7 +15,7 @@ from textwrap import wrap
 
 from minitrain.bench.report import Row, error, held_back, merge_results, predicted, read_results
 from minitrain.bench.report_html import LANE, draw_lanes, timeline_actions
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 from minitrain.run.launch import cli
 from minitrain.run.monitor import svg
 from tests.helpers.house import ROOT, TREES, imported, reachable, room
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
         "rooms.svg": rooms(),
     }
     folder = Path(options.out)
-    with refused(f"--out={folder} cannot be written"):
+    with as_input_error(f"--out={folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, drawing in pictures.items():
             (folder / name).write_text(drawing, encoding="utf-8")

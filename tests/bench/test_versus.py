@@ -185,11 +185,11 @@ def test_what_is_said_of_other_libraries_is_not_said_of_ours():
     rivals.check_versus(config, "full")
     with pytest.raises(InputError, match="peft has no recompute=selective"):
         rivals.check_versus(config, "peft")
-    further = {"model": {"name": "llama3-8b-tiny", "num_nextn_predict_layers": 1}}
-    for tree in ({"task": "dpo"}, further):
+    mtp = {"model": {"name": "llama3-8b-tiny", "num_nextn_predict_layers": 1}}
+    for tree in ({"task": "dpo"}, mtp):
         with pytest.raises(InputError, match="transformers: it learns next tokens alone"):
             rivals.check_versus(from_dict(tree), "transformers")
-    rivals.check_versus(from_dict(further | {"mtp_weight": 0.0}), "transformers")
+    rivals.check_versus(from_dict(mtp | {"mtp_weight": 0.0}), "transformers")
 
 
 def test_what_is_frozen_has_no_gradient(monkeypatch):

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from minitrain.data.datasets import BLOCK, Mixed, open_dataset, with_steps
-from minitrain.data.files import has_tokenizer
+from minitrain.data.sources import has_tokenizer
 from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import Config
 from minitrain.training.loop import training_steps
 from minitrain.training.loss import IGNORE

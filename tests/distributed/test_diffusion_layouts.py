@@ -17,7 +17,8 @@ from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.training.build import initialize
 from minitrain.training.loop import forward_backward
 from minitrain.training.objectives import make_objective

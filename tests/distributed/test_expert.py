@@ -30,7 +30,8 @@ from minitrain.parallel.fsdp import widest_dimension
 from minitrain.parallel.shards import full_tensor
 from minitrain.run.config import load as configs
 from minitrain.run.config.layout_checks import check_layout
-from minitrain.run.launch.start import fill_weights, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import fill_weights
 from minitrain.simulator.fake_world import fake_world
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import Trainer

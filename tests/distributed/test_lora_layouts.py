@@ -9,7 +9,8 @@ import torch.distributed as dist
 from minitrain.formats.peft import adapter_shapes, save_adapter
 from minitrain.models.lora import is_adapter
 from minitrain.run.config.load import from_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import Lora
 from minitrain.training.build import build_model
 from tests.helpers.adapters import train_adapters

@@ -6,7 +6,8 @@ import torch
 from minitrain.data.datasets import open_dataset
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import fill_weights, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import fill_weights
 from minitrain.settings import Optim
 from minitrain.training.loop import Trainer
 from minitrain.training.optim import make_optimizer, update_weights
@@ -110,7 +111,7 @@ MOE = {"model": {"name": "deepseek-v3-tiny", "num_layers": 2}}
 # ranks without an expert
 FEW = {"model": {"name": "mixtral-8x7b-tiny", "num_layers": 2, "num_experts": 3}}
 ONE = {"model": FEW["model"] | {"num_experts": 1, "num_experts_per_tok": 1}}
-FURTHER = {"num_nextn_predict_layers": 1}
+MTP = {"num_nextn_predict_layers": 1}
 HYBRID = {"model": {"name": "nemotron3-super-120b-a12b-tiny"}}
 
 
@@ -130,7 +131,7 @@ HYBRID = {"model": {"name": "nemotron3-super-120b-a12b-tiny"}}
         (4, MOE | {"parallel": {"dp_shard": 2, "tp": 2}}),
         (4, FEW | {"parallel": {"dp_shard": 4}}),
         (4, ONE | {"parallel": {"dp_shard": 2, "tp": 2}}),
-        (4, {"parallel": {"tp": 2, "pp": 2}, "model": TREE["model"] | FURTHER}),
+        (4, {"parallel": {"tp": 2, "pp": 2}, "model": TREE["model"] | MTP}),
         (4, HYBRID | {"parallel": {"tp": 2}}),
         (4, HYBRID | {"parallel": {"ep": 2}}),
     ],

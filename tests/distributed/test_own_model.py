@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from minitrain.errors import InputError
-from minitrain.parallel.collectives import sum_over
+from minitrain.parallel.collectives import sum_over_
 from minitrain.parallel.fsdp import shard
 from minitrain.parallel.mesh import build_meshes, local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
@@ -114,7 +114,7 @@ def train():
     loss = model(tokens, local_chunk(meshes.tp, labels))
     loss.backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    total = sum_over(meshes.tokens, loss.detach().clone())
+    total = sum_over_(meshes.tokens, loss.detach().clone())
     return total, gradients, dist.get_world_size()
 
 

@@ -21,7 +21,8 @@ from minitrain.models.quantize import dequantize, quantize
 from minitrain.models.variants import base_class
 from minitrain.models.zoo import empty_model
 from minitrain.run.config.load import from_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_trainer
 from tests.helpers.hf_models import (
     CONFIGS,
     HYBRID_CONFIGS,

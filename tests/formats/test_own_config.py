@@ -14,8 +14,9 @@ from minitrain.formats.hf import read_config, save_tensors
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
 from minitrain.run.tasks.exports import export
+from minitrain.run.tasks.initial_weights import make_trainer
 from tests.helpers.commands import command
 from tests.helpers.hf_models import edit_json
 

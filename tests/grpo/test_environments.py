@@ -20,7 +20,7 @@ from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
 from minitrain.grpo import environments
 from minitrain.grpo.advantages import advantages
-from minitrain.grpo.batches import Response, response_sample
+from minitrain.grpo.batches import Response, response_example
 from minitrain.grpo.environments import load_environment
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rollouts import averages, rewards, sampling_settings
@@ -513,7 +513,7 @@ def test_labels_and_columns_of_a_talk():
     config = configs.from_dict(TREE | {"grpo": {"aggregation": "sequence"}})
     r = Response(0, [1, 2, 3], [4, 5, 6, 7, 8], [-1.0, -2.0, 0.0, 0.0, -3.0], False, 1, 1, "", "")
     r.given = [[2, 4]]
-    sample = response_sample(r, 0.5, config)
+    sample = response_example(r, 0.5, config)
     expected = {
         "tokens": [1, 2, 3, 4, 5, 6, 7],
         "labels": [IGNORE, IGNORE, 4, 5, IGNORE, IGNORE, 8],

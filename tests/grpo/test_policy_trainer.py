@@ -15,8 +15,8 @@ from minitrain.grpo.advantages import advantages
 from minitrain.grpo.batches import (
     enough_for_pipeline,
     pack_micro_batches,
-    reply_sample,
-    response_sample,
+    reply_example,
+    response_example,
 )
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.grpo.rollouts import rewards
@@ -76,23 +76,25 @@ def test_updates_equal_autograd_on_single_sequences(aggregation):
     groups, model = made_up_groups(), policy.model
     groups[1][2].truncated = groups[3][0].truncated = True
     values = advantages(rewards(groups), "leave_one_out", scaled).flatten().tolist()
-    rollouts = [rollout for group in groups for rollout in group]
+    responses = [response for group in groups for response in group]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
         reference = [
-            log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts
+            log_probs(model, response.prompt, response.response, 0.8) for response in responses
         ]
         if kl:
             policy.keep_reference(None)
         for parameter in model.parameters():
             parameter.div_(1.1)
-        old = [log_probs(model, rollout.prompt, rollout.response, 0.8) for rollout in rollouts]
+        old = [
+            log_probs(model, response.prompt, response.response, 0.8) for response in responses
+        ]
     begun, losses = snapshot(model.named_parameters()), []
     for update in (range(8), range(8, 16)):
         total, tokens, sequences = 0.0, 0, 0
-        for i in (i for i in update if not rollouts[i].truncated):
-            now = log_probs(model, rollouts[i].prompt, rollouts[i].response, 0.8)
+        for i in (i for i in update if not responses[i].truncated):
+            now = log_probs(model, responses[i].prompt, responses[i].response, 0.8)
             ratio, gap = (now - old[i]).exp(), reference[i] - now
             terms = -torch.minimum(ratio * values[i], ratio.clamp(0.95, 1.1) * values[i])
             terms = terms + kl * ratio * (gap.exp() - 1 - gap)
@@ -188,9 +190,9 @@ def test_an_update_does_not_wait_for_the_device(aggregation):
     """On a device whose numbers nobody can ask for."""
     policy = make_policy_trainer(PLAIN | {"grpo": PLAIN["grpo"] | {"aggregation": aggregation}})
     policy.device = nowhere = torch.device("meta")
-    rollouts = [rollout for group in made_up_groups() for rollout in group]
+    responses = [response for group in made_up_groups() for response in group]
     batches = policy.batches(
-        [response_sample(rollout, 1.0, policy.config) for rollout in rollouts]
+        [response_example(response, 1.0, policy.config) for response in responses]
     )
     loss = forward_backward(
         policy.model.to(nowhere), policy.trainer.objective, batches, policy.meshes, nowhere
@@ -225,8 +227,10 @@ def test_evaluation_leaves_no_trace(keep_cache):
 def test_every_response_is_in_one_row_of_one_rank(ranks):
     """Ranks get equally many rows; those that nothing is left for are empty, fewer than there are ranks."""
     config = configs.from_dict(PLAIN)
-    rollouts = [rollout for group in made_up_groups() for rollout in group]
-    samples = [response_sample(rollout, i + 1.0, config) for i, rollout in enumerate(rollouts)]
+    responses = [response for group in made_up_groups() for response in group]
+    samples = [
+        response_example(response, i + 1.0, config) for i, response in enumerate(responses)
+    ]
     batches = [pack_micro_batches(samples, config, rank, ranks) for rank in range(ranks)]
     assert len({len(each) for each in batches}) == 1
     seen, empty = [], []
@@ -238,10 +242,12 @@ def test_every_response_is_in_one_row_of_one_rank(ranks):
             if here.any():
                 index = int(batch["advantages"][here][0]) - 1
                 seen.append(index)
-                assert batch["labels"][here].tolist() == rollouts[index].response
-                assert batch["sampled"][here].tolist() == pytest.approx(rollouts[index].log_probs)
+                assert batch["labels"][here].tolist() == responses[index].response
+                assert batch["sampled"][here].tolist() == pytest.approx(
+                    responses[index].log_probs
+                )
                 assert batch["starts"][here].tolist() == [1.0] + [0.0] * (
-                    len(rollouts[index].response) - 1
+                    len(responses[index].response) - 1
                 )
         assert torch.equal(batch["document_ids"] == -1, filling(batch))
     assert sorted(seen) == list(range(16))
@@ -254,7 +260,7 @@ def filling(batch):
 
 
 def test_reply_sample():
-    sample = reply_sample([5, 6, 7], [8, 9])
+    sample = reply_example([5, 6, 7], [8, 9])
     assert sample["tokens"].tolist() == [5, 6, 7, 8]
     assert sample["labels"].tolist() == [IGNORE, IGNORE, 8, 9]
 
@@ -312,8 +318,8 @@ def test_the_reference_is_the_model_without_adapters(tmp_path):
     base = make_policy_trainer(PLAIN)
     base.model.load_state_dict(policy.model.state_dict(), strict=False)
     config = policy.config
-    rollouts = [rollout for group in made_up_groups() for rollout in group]
-    batches = policy.batches([response_sample(rollout, 0.0, config) for rollout in rollouts])
+    responses = [response for group in made_up_groups() for response in group]
+    batches = policy.batches([response_example(response, 0.0, config) for response in responses])
     with without_adapters(policy.model):
         policy.add_log_probs("reference", policy.model, batches)
     base.add_log_probs("expected", base.model, batches)

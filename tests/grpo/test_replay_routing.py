@@ -12,7 +12,7 @@ import torch
 
 from minitrain import Sampler, SamplingParams, train
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Response, pack_micro_batches, packed_routes, response_sample
+from minitrain.grpo.batches import Response, pack_micro_batches, packed_routes, response_example
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.models.router import Router
 from minitrain.models.zoo import empty_model, model_config
@@ -144,7 +144,7 @@ def test_turns_of_an_environment_are_replayed():
     responses = [response for group in groups for response in group]
     assert max(response.turns for response in responses) > 1
     batches = pack_micro_batches(
-        [response_sample(r, 0.0, config) for r in responses], config, 0, 1
+        [response_example(r, 0.0, config) for r in responses], config, 0, 1
     )
     for batch in batches:
         with torch.no_grad():
@@ -199,6 +199,7 @@ def test_a_run_keeps_the_experts_and_tells_their_memory(tmp_path, capsys):
         ({"parallel": {"pp": 2}}, "parallel.pp=2: ranks do not know"),
         ({"rollout": {"max_tokens": 8, "tp": 2}}, "rollout.tp=2: ranks do not know"),
         ({"compile": True}, "has not been tried with compile=true"),
+        ({"rollout": {"compile": True}}, "has not been tried with rollout.compile=true"),
     ],
     ids=str,
 )

@@ -443,8 +443,8 @@ def test_another_seed_draws_other_responses():
 def test_statistics_of_a_steps_responses():
     groups = made_up_groups()[:2]  # of 1 + (3 g + 5 n) % 8 tokens; every third is right
     groups[0][1].truncated = True
-    for rollout in itertools.chain(*groups):
-        rollout.no_signal, rollout.problems = 0.25, 6
+    for response in itertools.chain(*groups):
+        response.no_signal, response.problems = 0.25, 6
     right, lengths = [1, 0, 0, 1, 0, 1, 0, 0], [1, 6, 3, 8, 4, 1, 6, 3]
     assert describe_responses(groups) == {
         "reward": 3 / 8,
@@ -535,7 +535,8 @@ def test_rewards_that_raise():
 def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(grpo_task, "start", None)
     with pytest.raises(
-        InputError, match="grpo.reward='exakt' is not exact, math, math_verify or package"
+        InputError,
+        match="grpo.reward='exakt' is not exact, math, math_verify, a reward model's folder or package",
     ):
         GrpoTask(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
 
@@ -599,7 +600,7 @@ def test_an_epoch_has_each_problem_once():
         rounds.add((groups[0][0].problems - taken) // 2)
         taken = groups[0][0].problems
         assert taken == len(seen) and all(
-            rollout.problems == taken for group in groups for rollout in group
+            response.problems == taken for group in groups for response in group
         )
     everyone = sorted(problem.answer for problem in problems.problems)
     assert size > 80 and len(rounds) > 2

@@ -9,7 +9,7 @@ from minitrain.data.chat.chat_templates import PLAIN
 from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.tokenizer import ByteTokenizer
-from minitrain.grpo.environments import Environments
+from minitrain.grpo.environments import Environments, Talk
 from minitrain.grpo.rewards import exact
 from minitrain.grpo.rollouts import RolloutWorker
 from minitrain.run.config import load as configs
@@ -98,5 +98,8 @@ def talking_worker(environment, rollout: Rollout | None = None, max_tokens=40, *
     model = make("llama3-8b", vocab_size=258)
     sampler = Sampler(model, tokenizer, rollout or Rollout(slots=16, page_size=4, pages=300))
     dialog = partial(ChatDialog, PLAIN, ByteTokenizer())
-    play = environment and partial(Environments, config, environment, dialog)
-    return RolloutWorker(config, sampler, tokenizer, ENDS, exact, 0, 1, None, play), problems
+    worker = RolloutWorker(config, sampler, tokenizer, ENDS, exact, 0, 1, None)
+    if environment:
+        talk = Talk(environment, dialog)
+        worker.environments = Environments(config, talk, sampler, worker.longest)
+    return worker, problems

@@ -32,14 +32,14 @@ def made_up_groups():
     """Return groups of responses of very different lengths, with random log-probabilities."""
     generator = torch.Generator().manual_seed(0)
 
-    def rollout(group, number):
+    def response(group, number):
         size = 1 + (3 * group + 5 * number) % 8
         tokens = torch.randint(258, (4 + size,), generator=generator).tolist()
         log_probs = (-5.5 + 0.2 * torch.randn(size, generator=generator)).tolist()
         reward = float(number % 3 == group % 3)
         return Response(group, tokens[:4], tokens[4:], log_probs, False, reward, reward, "", "")
 
-    return [[rollout(group, number) for number in range(4)] for group in range(4)]
+    return [[response(group, number) for number in range(4)] for group in range(4)]
 
 
 def oddness(response, answer, row):

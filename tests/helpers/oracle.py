@@ -29,7 +29,8 @@ from minitrain.models.lora import add_adapters
 from minitrain.parallel.context import local_tokens
 from minitrain.parallel.shards import full_tensor, to_local
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import fill_weights, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import fill_weights
 from minitrain.settings import Config
 from minitrain.training.build import build_model, initialize
 from minitrain.training.loop import forward_backward

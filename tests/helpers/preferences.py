@@ -7,9 +7,10 @@ import torch
 from minitrain.data.chat.preferences import Pairs, scored_sample
 from minitrain.data.text.text_rows import Sample
 from minitrain.errors import InputError
-from minitrain.grpo.batches import reply_sample
+from minitrain.grpo.batches import reply_example
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_trainer
 from tests.helpers.oracle import check_close, copies
 from tests.helpers.training import logged
 
@@ -51,7 +52,7 @@ def as_samples(pairs: list[dict], scored: bool = False) -> list[list[Sample]]:
     def sample(prompt: list[int], reply: list[int]) -> Sample:
         if scored:
             return scored_sample(np.array(prompt + reply), np.array([True]))
-        return Sample(**reply_sample(prompt, reply))
+        return Sample(**reply_example(prompt, reply))
 
     sides = ("chosen_ids", "rejected_ids")
     return [[sample(pair["prompt_ids"], pair[key]) for key in sides] for pair in pairs]

@@ -12,6 +12,7 @@ SECOND = System(
     name="second",
     bf16=1,
     fp8=2,
+    fp8_shares=dict.fromkeys(("tensor", "row", "block", "mx"), 1.0),
     memory=1,
     launch=0,
     beside=0.27,

@@ -275,7 +275,7 @@ def test_sinks_are_one_more_term_below_the_line(window):
         terms = torch.exp(k[b, h // 2, seen] @ q[b, h, i] * 8**-0.5)
         rows.append(terms @ v[b, h // 2, seen] / (terms.sum() + sinks[h].exp()))
     expected = torch.stack(rows).view(2, 4, 7, 8)
-    found = attention_with_sinks(sinks, q, k, v, make_mask(7, CPU, window=window, plain=False))
+    found = attention_with_sinks(q, k, v, make_mask(7, CPU, window=window, plain=False), sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     upstream = torch.randn_like(found)
     mine, oracle = (torch.autograd.grad(x, (sinks, q, k, v), upstream) for x in (found, expected))
@@ -336,7 +336,9 @@ def test_sinks_on_cuda_equal_those_on_the_cpu(window):
     results = []
     for device in (CPU, torch.device("cuda")):
         there = [x.to(device).requires_grad_() for x in inputs]
-        out = attention_with_sinks(*there, make_mask(512, device, window=window, plain=False))
+        sinks, q, k, v = there
+        mask = make_mask(512, device, window=window, plain=False)
+        out = attention_with_sinks(q, k, v, mask, sinks)
         results.append([out, *torch.autograd.grad(out.square().sum(), there)])
     for oracle, mine in zip(*results, strict=True):
         assert (mine.cpu() - oracle).norm() / oracle.norm() < 5e-3

@@ -453,7 +453,7 @@ def test_units_get_scales_as_they_take_them(form):
     given = uneven(201, 640), uneven(201, 384)
     expected = passes(linear, *given)
     with (
-        mock.patch.object(fp8_forms, "has_units", lambda form, x: True),
+        mock.patch.object(fp8_forms, "has_kernel", lambda form, x: True),
         mock.patch.object(F, "scaled_mm", side_effect=units) as calls,
     ):
         found = passes(linear, *given)
@@ -470,7 +470,7 @@ def test_grouped_units_get_scales_as_they_take_them(form, rows):
     x, g = uneven(sum(rows), 128), uneven(sum(rows), 256)
     expected = product(experts, x, rows, g)
     with (
-        mock.patch.object(fp8_forms, "has_grouped_units", lambda form, x: True),
+        mock.patch.object(fp8_forms, "has_grouped_kernel", lambda form, x: True),
         mock.patch.object(F, "scaled_grouped_mm", side_effect=grouped_units) as calls,
     ):
         found = product(experts, x, rows, g)

@@ -42,8 +42,9 @@ from minitrain.parallel.parallelize import apply_techniques
 from minitrain.parallel.recompute import recompute
 from minitrain.run.checkpoint.checkpoint_index import read_index
 from minitrain.run.config.load import from_dict, to_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
 from minitrain.run.monitor.flops import clean, count_work, lora_weights
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.run.tasks.train_model import train
 from minitrain.settings import TARGETS, Lora
 from minitrain.training.build import initialize, make_model

@@ -22,7 +22,7 @@ from minitrain.settings import GRPO
 from minitrain.training.build import initialize
 from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loss import IGNORE
-from minitrain.training.mtp_loss import FurtherLoss
+from minitrain.training.mtp_loss import MTPLoss
 from tests.helpers.hf_models import (
     call_refused,
     edit_json,
@@ -96,9 +96,9 @@ def naive_loss(model, batch, weight):
     ):
         for number in ids.unique():
             here = ids == number
-            head, *further = naive_losses(model, tokens[here], labels[here])
+            head, *mtp = naive_losses(model, tokens[here], labels[here])
             total = total + head.sum() / count
-            for k, losses in enumerate(further):
+            for k, losses in enumerate(mtp):
                 total = total + weight / len(sums) * losses.sum() / count
                 sums[k, 0] += losses.sum().item()
                 sums[k, 1] += (labels[here][k + 1 :] != IGNORE).sum()
@@ -119,7 +119,7 @@ def test_loss_and_gradients_are_those_of_a_naive_one(name, fields):
     """Of packed documents, some shorter than the depths, with masked labels."""
     model = model_of(name, **fields)
     batch = packed_batch(from_dict(TREE), 0)
-    objective = LanguageModeling(further=FurtherLoss(DEPTHS, 0.3))
+    objective = LanguageModeling(mtp=MTPLoss(DEPTHS, 0.3))
     count = objective.count(batch)
     loss = objective.loss(model, objective.extend(batch)) / count
     expected, sums = naive_loss(model, batch, 0.3)
@@ -140,7 +140,7 @@ def test_loss_and_gradients_are_those_of_a_naive_one(name, fields):
 
 def test_acceptance_is_the_share_of_tokens_that_the_depths_get_right():
     model, batch = model_of(num_layers=2), packed_batch(from_dict(TREE), 0)
-    objective = LanguageModeling(further=FurtherLoss(DEPTHS, 0.3))
+    objective = LanguageModeling(mtp=MTPLoss(DEPTHS, 0.3))
     with torch.no_grad():
         objective.loss(model, objective.extend(batch))
         right = torch.zeros(DEPTHS, 2)
@@ -153,7 +153,7 @@ def test_acceptance_is_the_share_of_tokens_that_the_depths_get_right():
                 for k in range(1, DEPTHS + 1):
                     # the function that drafts, over sequences that are not cut
                     later = F.pad(tokens[here][k:], (0, k))[: here.sum()]
-                    hidden = model.predict_further(hidden, later[None], k - 1)
+                    hidden = model.predict_mtp(hidden, later[None], k - 1)
                     likeliest = (hidden[0] @ model.head_weight.T).argmax(-1)
                     wanted = labels[here][k:]
                     right[k - 1, 0] += (likeliest[: len(wanted)] == wanted).sum()
@@ -182,7 +182,7 @@ def test_layers_of_deepseek_are_those_of_transformers(tmp_path):
         later = tokens[:, k:]
         positions = torch.arange(later.shape[1])[None]
         hidden = theirs.forward_layer(k - 1, hidden[:, :-1], positions, None, input_ids=later)
-        ours = model.predict_further(ours, F.pad(later, (0, k)), k - 1)
+        ours = model.predict_mtp(ours, F.pad(later, (0, k)), k - 1)
         other = main.lm_head(hidden)
         mine = (ours @ model.head_weight.T)[:, :-k]
         assert other.std() > 0.1
@@ -199,7 +199,7 @@ def test_layers_of_deepseek_are_those_of_transformers(tmp_path):
             name = f"model.layers.{4 + int(match[1])}{match[2]}"
             for part, mine in names.items():
                 name = name.replace(part, mine)
-        gradients |= dict([in_our_layout(name, parameter.grad, gpt_oss=False)])
+        gradients |= dict([in_our_layout(name, parameter.grad, kind="deepseek_v3")])
     for name, parameter in model.named_parameters():
         other = gradients[name]
         assert other.norm() > 0, name
@@ -338,16 +338,16 @@ def test_grpo_trains_them_along():
         batch[name] = torch.rand(batch["tokens"].shape, generator=generator)
     keys = ("tokens", "labels", "positions", "document_ids")
 
-    def gradients(further):
-        objective = LanguageModeling(further=further)
-        policy = PolicyGradient(GRPO(), 1.0, 8, further)
+    def gradients(mtp):
+        objective = LanguageModeling(mtp=mtp)
+        policy = PolicyGradient(GRPO(), 1.0, 8, mtp)
         given = objective.extend(batch)
         kept = {key: given[key] for key in given if key in keys or key.startswith("next")}
         losses = objective.loss(model, kept), policy.loss(model, given)
         return [torch.autograd.grad(loss, weights, allow_unused=True) for loss in losses]
 
     weights = list(model.parameters())
-    before, after = gradients(None), gradients(FurtherLoss(DEPTHS, 0.3))
+    before, after = gradients(None), gradients(MTPLoss(DEPTHS, 0.3))
     for parameter, *found in zip(weights, *before, *after, strict=True):
         old, old_policy, new, new_policy = (0 if g is None else g.double() for g in found)
         assert (new - old).norm() > 0
@@ -388,8 +388,8 @@ def test_a_run_logs_them_and_goes_on_exactly(tmp_path):
     keys = ("loss", "mtp_loss", "val_loss", "val_mtp_loss", "val_mtp_acceptance")
     found, resumed = ([[line.get(key) for key in keys] for line in log] for log in logs)
     assert found == resumed and len(found) == 4
-    for step, (loss, further, *held_out) in enumerate(found, 1):
-        assert 0 < further != loss
+    for step, (loss, mtp, *held_out) in enumerate(found, 1):
+        assert 0 < mtp != loss
         assert (None in held_out) == (step % 2 > 0)
     assert written[0].config.num_nextn_predict_layers == 1
     for name, tensor in written[0].state_dict().items():

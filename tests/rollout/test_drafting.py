@@ -110,14 +110,14 @@ def test_tokens_are_those_without_drafts(name):
 
 
 @torch.no_grad()
-def further(model: Decoder, tokens: list[int], count: int) -> list[int]:
+def mtp_guesses(model: Decoder, tokens: list[int], count: int) -> list[int]:
     """Greedy drafts of a layer of multi-token prediction, over the whole text for each of them."""
     row = torch.tensor([tokens])
     # of each token but the last, with the one after it
     hidden = model(row, head=lambda hidden, *_: hidden)[:, :-1]
     drafts = []
     for _ in range(count):
-        states = model.predict_further(hidden, row[:, 1:])
+        states = model.predict_mtp(hidden, row[:, 1:])
         drafts.append(int((states[0, -1] @ model.head_weight.T).argmax()))
         hidden = torch.cat([hidden, states[:, -1:]], 1)
         row = torch.cat([row, torch.tensor([drafts[-1:]])], 1)
@@ -141,7 +141,7 @@ def test_drafts_are_those_of_the_draft_model(name, number):
     setting = list(SETTINGS.values())[number]
     settings = Rollout(**setting, draft="mtp" if name in PREDICTORS else "")
     draft = None if name in PREDICTORS else disturbed(model)
-    guess = partial(uncached, draft) if draft else partial(further, model)
+    guess = partial(uncached, draft) if draft else partial(mtp_guesses, model)
     sampler = Sampler(model, settings=settings, draft=draft)
     params = SamplingParams(temperature=0, max_tokens=8, n=2)
     for prompt in prompts[1:]:

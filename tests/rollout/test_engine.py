@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def pages_of(sampler: Sampler) -> int:
-    return capacity.page_count(sampler.cached, sampler.settings, sampler.slots, sampler.longest)
+    return capacity.page_count(sampler.cached, sampler.settings, sampler.rows, sampler.longest)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -316,7 +316,7 @@ def test_memory_is_for_samples_as_long_as_expected(name):
         [each.tokens for each in s.generate(prompts, params)] for s in (short, roomy)
     )
     assert found == expected
-    assert [short.page_count, short.width] == [4 * 2 + 1, 2 + 1]
+    assert [short.page_count, short.columns] == [4 * 2 + 1, 2 + 1]
     with pytest.raises(
         InputError, match="a prompt of 9 tokens: use 1 to 8, there are 9 positions"
     ):

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from minitrain.errors import InputError
-from minitrain.hashing import ROUNDS, mix, mix_int
+from minitrain.hashing import ROUNDS, mix_, mix_int
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout import compiled as compiled_blocks
@@ -108,7 +108,7 @@ def test_noise_is_exponential_and_unrelated_between_neighbours():
 def test_noise_is_never_nothing():
     """Where all bits of a number are 0: of a token's key that is the hash of an id."""
     ids = torch.arange(8, dtype=torch.int32)
-    assert exponential_noise(mix(ids.clone()), 0, 8).diagonal().tolist() == pytest.approx(
+    assert exponential_noise(mix_(ids.clone()), 0, 8).diagonal().tolist() == pytest.approx(
         [2.0**-32] * 8, rel=1e-6
     )
 
@@ -133,7 +133,7 @@ def seed_of_bits(bits, token, position):
 def test_the_longest_waiting_times_are_finite():
     """Of the 64 largest of 2^31 hashes, which fp32 rounds to 2^31; those of all others are as they are without this."""
     bits = torch.tensor([0x7FFFFFFF - 64 * i - j for i in range(8) for j in (0, 63)])
-    keys = torch.tensor([unmix(number) for number in bits.tolist()]).to(torch.int32) ^ mix(
+    keys = torch.tensor([unmix(number) for number in bits.tolist()]).to(torch.int32) ^ mix_(
         torch.tensor([3]).int()
     )
     noise = exponential_noise(keys, 3, 1)[:, 0]

@@ -214,7 +214,8 @@ def test_weights_and_parameters_by_hand(name):
     if c.mlp == "gelu":  # GPT-3: biases everywhere, learned positions
         biases += 2 * c.hidden_size + c.intermediate_size
     norms = (2 * c.num_layers + 1) * c.hidden_size * (1 if c.norm == "rmsnorm" else 2)
-    small = c.num_layers * (biases + (2 * c.head_dim if c.qk_norm else 0)) + norms
+    heads = c.num_attention_heads + c.num_key_value_heads if c.qk_norm_over_heads else 2
+    small = c.num_layers * (biases + (heads * c.head_dim if c.qk_norm else 0)) + norms
     lookups = 0 if c.tie_word_embeddings else c.vocab_size
     lookups += c.max_position_embeddings if c.position_embedding == "learned" else 0
     assert work.parameters == work.weights + lookups * c.hidden_size + small
@@ -348,17 +349,17 @@ def test_a_depth_of_multi_token_prediction():
     """DeepSeek-V3's has 11.5B parameters beside embedding and head, says its README_WEIGHTS.md, which leaves out the
     projection; the head runs again."""
     h = 7168
-    plain, further = (
+    plain, mtp = (
         count_work(model_config("deepseek-v3", num_nextn_predict_layers=depths))
         for depths in (0, 1)
     )
-    block = further.parameters - plain.parameters - 2 * h * h
+    block = mtp.parameters - plain.parameters - 2 * h * h
     assert block / 1e9 == pytest.approx(11.5, abs=0.05)
     attention = h * (1536 + 576) + 128 * (1536 * 192 + 512 * 256 + 128 * h)
     experts = 9 * 3 * h * 2048
-    assert further.weights - plain.weights == attention + experts + 2 * h * h + 129280 * h
-    assert further.routers - plain.routers == 256 * h
-    assert further.attention - plain.attention == plain.attention / 61
+    assert mtp.weights - plain.weights == attention + experts + 2 * h * h + 129280 * h
+    assert mtp.routers - plain.routers == 256 * h
+    assert mtp.attention - plain.attention == plain.attention / 61
 
 
 @pytest.mark.parametrize(

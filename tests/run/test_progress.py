@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from minitrain.data.datasets import open_dataset
 from minitrain.run.config.load import from_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
 from minitrain.run.monitor import meter
 from minitrain.run.monitor.flops import clean, count_work, step_flops
 from minitrain.run.monitor.meter import Meter
@@ -28,6 +28,7 @@ from minitrain.run.monitor.progress import (
     validation,
 )
 from minitrain.run.tasks import train_model
+from minitrain.run.tasks.initial_weights import make_trainer
 from tests.helpers.oracle import count_flops
 
 CPU = torch.device("cpu")
@@ -90,6 +91,15 @@ def test_no_figure_of_the_bar_is_cut(monkeypatch):
             "1.300 nats = 1.876 bits/byte",
         ),
         ({"val_loss": 1.3, "val_exact_match": 0.946}, "1.300 nats, exact match 94.6%"),
+        (
+            {
+                "val_loss": 1.3,
+                "val_mtp_loss": 2.4,
+                "val_mtp_acceptance": 0.38,
+                "val_bits_per_byte": 1.876,
+            },
+            "1.300 nats = 1.876 bits/byte, mtp loss 2.400 nats, mtp acceptance 38.0%",
+        ),
         ({"val_loss": 0.5, "video_tokens": 8.0}, "0.500"),
         ({"val_loss": 25.0, "reward_accuracy": 0.5}, "25.000"),  # IPO's is a square
         (

@@ -12,7 +12,8 @@ from minitrain.data.datasets import open_dataset
 from minitrain.run.config import load as configs
 from minitrain.run.config.recipes import CONFIGS
 from minitrain.run.config.unread import READERS, unread
-from minitrain.run.launch.start import fill_weights, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import fill_weights
 from minitrain.settings import Config, Lora, Source
 from minitrain.training.loop import Trainer
 from tests.helpers.oracle import copies
@@ -40,7 +41,7 @@ TOKENS = {"data.kind": "tokens", "data.path": "x"}
 CHATS = {"task": "sft"} | JSONL
 GRPO = {"task": "grpo"}
 MIXED = {"data.sources": [Source("x", kind="jsonl"), Source("y", kind="tokens")]}
-PREDICTS_FURTHER = configs.from_dict(
+WITH_MTP = configs.from_dict(
     {"model": {"name": "deepseek-v3-tiny", "num_nextn_predict_layers": 1}}
 ).model
 # what else a run has that reads a setting, one dict for each way
@@ -89,7 +90,7 @@ READ = {
     "dpo": [{"task": "dpo"}],
     "grpo": [GRPO],
     "rollout": [GRPO],
-    "mtp_weight": [{"model": PREDICTS_FURTHER}, {"model": PREDICTS_FURTHER, "task": "sft"}],
+    "mtp_weight": [{"model": WITH_MTP}, {"model": WITH_MTP, "task": "sft"}],
     "fp8": [{"precision": "fp8"}],
     "distill": [{"distill.teacher": "x"}],
     "distill.divergence": [{}],

@@ -24,6 +24,7 @@ from minitrain.simulator.simulate_policy import (
     memory_besides_steps,
     phase_seconds,
     refit_seconds,
+    rollouts_of,
     training_config,
 )
 from tests.helpers.simulator import POLICY, SECOND, policy
@@ -325,6 +326,43 @@ def test_drafts_take_fewer_passes_that_read_more():
     assert decoding_seconds(SECOND, shape, READS, 3, 10, 1, together=2) == pytest.approx(
         1060 + chosen * 100
     )
+
+
+FLIGHT = {"lag": 1, "in_flight": True, "generation_ranks": 4}
+
+
+def test_samples_of_several_steps_are_decoded_together_in_flight():
+    """All 12 tokens long, lag 2: while the first samples are at 8 + n, those after them are at 4 + n and n."""
+    shape = model_config("llama3-8b-tiny")
+    flight = policy(grpo=FLIGHT | {"lag": 2})
+    steps = [
+        decoding_seconds(SECOND, shape, model_reads(shape), 3 * 4, 8 + (n + n + 4 + n + 8) / 3, 2)
+        for n in range(4)
+    ]
+    assert generation_seconds(flight, SECOND, None) == pytest.approx(sum(steps), rel=1e-3)
+    # published stacks are not known to begin later steps
+    apart = policy(grpo={"lag": 1, "generation_ranks": 4})
+    assert generation_seconds(flight, SECOND, STACK) == generation_seconds(apart, SECOND, STACK)
+
+
+def test_replies_lengthen_the_context_and_are_waited_for():
+    """Three turns with replies of 6 tokens, in 12 sampled tokens: one more each token; two waits of 5 s."""
+    shape = model_config("llama3-8b-tiny")
+    row = {"turns": 3.0, "reply_tokens": 6.0}
+    steps = [
+        decoding_seconds(SECOND, shape, model_reads(shape), 2, 8 + 2 * n, 2) for n in range(12)
+    ]
+    silent = policy(reference=row)
+    assert generation_seconds(silent, SECOND, None) == pytest.approx(sum(steps), rel=1e-3)
+    assert rollouts_of(silent).tokens == 8 * (8 + 12 + 12)
+    for grpo, waits in (({}, 10), (FLIGHT, 5)):
+        quick, slow = (
+            generation_seconds(
+                policy(reference=row | {"environment_s": s}, grpo=grpo), SECOND, None
+            )
+            for s in (0.0, 5.0)
+        )
+        assert slow - quick == pytest.approx(waits)
 
 
 def test_a_refit_sends_weights_in_bf16_over_the_slowest_link():

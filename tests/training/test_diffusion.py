@@ -21,7 +21,8 @@ from minitrain.errors import InputError
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict, load, to_dict
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.simulator.dry_run import announce_memory, estimate_memory
 from tests.helpers.commands import ROOT
 

@@ -14,7 +14,8 @@ from minitrain.errors import InputError
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import make_teachers, make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_teachers, make_trainer
 from minitrain.run.tasks.train_model import check_teacher
 from minitrain.settings import Config, Distill
 from minitrain.training import loss as losses

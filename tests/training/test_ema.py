@@ -11,7 +11,8 @@ from minitrain import load_pretrained, train
 from minitrain.commands import export as export_step
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.training.ema import averaged_weights
 from tests.helpers.oracle import Batches, check_close, copies
 

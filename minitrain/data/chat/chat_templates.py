@@ -421,10 +421,10 @@ def compile_template(text: str, name: str) -> Any:
         return environment.from_string(text)
     # Jinja's own, and those of Python's compiler
     except Exception as error:
-        told = error
+        message = error
         if isinstance(error, TemplateSyntaxError):
-            told = f"line {error.lineno}: {error.message}"
-        raise InputError(f"{name} is not valid: {told}") from error
+            message = f"line {error.lineno}: {error.message}"
+        raise InputError(f"{name} is not valid: {message}") from error
 
 
 # --- choice

@@ -27,6 +27,7 @@ from minitrain.data.chat.chat_templates import (
 from minitrain.data.records import other_task, text_of
 from minitrain.data.text.text_rows import Sample
 from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
+from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, located
 from minitrain.training.loss import IGNORE
 
@@ -213,7 +214,7 @@ COUNTING_WORDS = {
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def read_messages(record: dict) -> Chat:
+def read_messages(record: dict, words: Wording = SETTINGS) -> Chat:
     """Return the messages of one JSON object.
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or
@@ -226,7 +227,7 @@ def read_messages(record: dict) -> Chat:
     for key in ("label", "kto_tag", "desirable"):
         if record.get(key) is False:
             raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
-    turns = with_system(_read_layout(record), record)
+    turns = with_system(_read_layout(record, words), record)
     return turns if learned else [turn._replace(learned=False) for turn in turns]
 
 
@@ -256,8 +257,8 @@ def read_objects(record: dict, key: str) -> list[dict]:
         with suppress(ValueError):
             item = json.loads(item) if isinstance(item, str) else item
         if not isinstance(item, dict):
-            told = json.dumps(item, ensure_ascii=False)
-            raise InputError(f"{key!r} is not supported with {told} in it (a list of objects)")
+            written = json.dumps(item, ensure_ascii=False)
+            raise InputError(f"{key!r} is not supported with {written} in it (a list of objects)")
         items.append(item)
     return items
 
@@ -285,7 +286,7 @@ def read_value(record: dict, key: str, kind: type) -> Any:
     return value or None
 
 
-def _read_layout(record: dict) -> Chat:
+def _read_layout(record: dict, words: Wording) -> Chat:
     if chat := chat_key(record):
         refuse_unread(record, UNREAD_BESIDE_MESSAGES, "the messages")
         turns = read_turns(record, chat)
@@ -300,7 +301,7 @@ def _read_layout(record: dict) -> Chat:
         response = usual_key(record, RESPONSES)
         if prompt is None or response is None:
             raise InputError(
-                other_task(record, "pretrain")
+                other_task(record, words, "document")
                 or "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
                 f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
             )
@@ -338,8 +339,8 @@ def is_learned(record: dict, keys: Sequence[str]) -> bool:
     given = {key: record[key] for key in keys if record.get(key) not in (None, "")}
     for key, value in given.items():
         if value not in (0, 1):
-            told = f"{key!r} is {json.dumps(value)}, but a reply is learned or not"
-            raise InputError(f"{told} (1 and true, or 0 and false)")
+            message = f"{key!r} is {json.dumps(value)}, but a reply is learned or not"
+            raise InputError(f"{message} (1 and true, or 0 and false)")
     return all(given.values())
 
 
@@ -457,16 +458,16 @@ def read_calls(turn: dict) -> list[dict]:
 
 def arguments_of(call: dict, function: dict) -> dict:
     """Return the arguments of a call. Raises InputError where two places have different ones."""
-    told = f"the call of {function['name']!r}"
+    where = f"the call of {function['name']!r}"
     places = [(part, key) for part in (function, call) for key in ARGUMENTS]
     given = [read_arguments(part, key) for part, key in places if part.get(key) is not None]
     if not given:
         raise InputError(
-            f"{told} has no key 'arguments' (a call without arguments says 'arguments': {{}})"
+            f"{where} has no key 'arguments' (a call without arguments says 'arguments': {{}})"
         )
     filled = [arguments for arguments in given if arguments]
     if any(arguments != filled[0] for arguments in filled):
-        raise InputError(f"{told} has two different sets of arguments (keep 'arguments')")
+        raise InputError(f"{where} has two different sets of arguments (keep 'arguments')")
     return (filled or given)[0]
 
 

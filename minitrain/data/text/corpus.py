@@ -22,7 +22,7 @@ from minitrain.data.files import stamp_of
 from minitrain.data.records import Skips
 from minitrain.data.text.token_files import TokenFile
 from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 
 # texts, each whole or in pieces
 Documents = Iterable[str | Iterator[str]]
@@ -146,7 +146,7 @@ def keep_tokens(
     """
     file = Path(folder, f"{digest_of(made_of)}.tokens")
     index = file.with_suffix(".npz")
-    with refused(f"data.cache={folder} cannot be used"):
+    with as_input_error(f"data.cache={folder} cannot be used"):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

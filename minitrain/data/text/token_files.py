@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from minitrain.data.files import check_unchanged, stamp_of
-from minitrain.errors import InputError, readable
+from minitrain.errors import InputError, reading
 from minitrain.formats.magic import kind_of_binary, kind_of_tokens, read_head
 
 # number of files that stay open; a process may usually have 256 or 1024
@@ -77,7 +77,7 @@ class TokenFile:
 
     def _load(self, place: int, count: int) -> np.ndarray:
         size = self.dtype.itemsize
-        with readable(self.file):
+        with reading(self.file):
             file = kept_open(self.file, self.stamp)
             check_unchanged(self.file, file.fileno(), self.stamp)
             raw = os.pread(file.fileno(), count * size, self.offset + place * size)
@@ -120,7 +120,7 @@ def open_tokens(file: Path, raw_dtype: str, vocab_size: int) -> TokenFile:
     index = file.with_suffix(".idx")
     lengths = None
     try:
-        with readable(file):
+        with reading(file):
             stamp = stamp_of(file)
             head = read_head(file)
             if file.suffix == ".npy":
@@ -163,7 +163,7 @@ def read_megatron_index(index: Path, size: int) -> tuple[np.dtype, np.ndarray]:
     each document the number of its first sequence (int64), with the number of all sequences at the
     end. Source: Megatron-LM/megatron/core/datasets/indexed_dataset.py.
     """
-    with readable(index):
+    with reading(index):
         raw = index.read_bytes()
     begin = struct.calcsize(MEGATRON_HEADER)
     magic, version, code, count, documents = struct.unpack(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 
 # frames per second of Wan's videos
 RATE = 16
@@ -99,7 +99,7 @@ def open_picture(file: Path) -> Any:
     """Return a picture in RGB of 8 bits, rotated as its EXIF data says."""
     from PIL import Image, ImageOps
 
-    with refused(f"{file} cannot be read as a picture"):
+    with as_input_error(f"{file} cannot be read as a picture"):
         picture = ImageOps.exif_transpose(Image.open(file))
         # PIL would clip 16-bit values at 255
         if picture.mode.startswith("I"):

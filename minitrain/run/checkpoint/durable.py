@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from minitrain.errors import naming
+from minitrain.errors import writing
 
 
 def write_durably(file: Path, text: str) -> None:
@@ -17,7 +17,7 @@ def write_durably(file: Path, text: str) -> None:
 
 def write_synced(file: Path, text: str) -> None:
     """Write a file, and return when it is on disk."""
-    with naming(file), file.open("w", encoding="utf-8") as stream:
+    with writing(file), file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from minitrain.data.files import data_by_source, find_files, train_and_held_out
+from minitrain.data.files import find_files
+from minitrain.data.sources import data_by_source, train_and_held_out
 from minitrain.data.tokenizer import tokenizer_file, with_companions
-from minitrain.errors import InputError, readable
+from minitrain.errors import InputError, reading
 from minitrain.formats.peft import adapter_files
 from minitrain.formats.tensor_files import weight_files
 from minitrain.run.checkpoint.durable import write_durably
@@ -80,7 +81,7 @@ def model_files(config: Config) -> list[Path]:
 
 def file_digest(file: Path) -> str:
     """Return a digest of a file's size and of SAMPLES evenly spaced blocks, including both ends."""
-    with readable(file), file.open("rb") as stream:
+    with reading(file), file.open("rb") as stream:
         size = stream.seek(0, 2)
         digest = hashlib.sha256(str(size).encode())
         spacing = max(SAMPLE, (size - SAMPLE) // (SAMPLES - 1))

@@ -13,7 +13,7 @@ import operator
 import os
 from typing import Any
 
-from minitrain.data.files import data_by_source
+from minitrain.data.sources import data_by_source
 from minitrain.errors import Faults, refuse
 from minitrain.formats.peft import adapter_shapes
 from minitrain.models.fp8_forms import FORMS
@@ -124,7 +124,7 @@ def _value_faults(c: Config) -> Faults:
     )
     yield (
         isinstance(c.recompute, int) and c.recompute < 2,
-        f"recompute={c.recompute} must be none, full, attention, selective or a whole number of at least 2 "
+        f"recompute={c.recompute} must be none, full, attention, selective, offload or a whole number of at least 2 "
         f"(every n-th block)",
     )
     yield (
@@ -257,7 +257,7 @@ def _precision_faults(c: Config) -> Faults:
         f"fp8.fast_accumulation={c.fp8.fast_accumulation} is for fp8.form=tensor or row, not {form} (use none)",
     )
     yield (
-        fp8 and c.fp8.keep_transposed and not FORMS[form].turns,
+        fp8 and c.fp8.keep_transposed and not FORMS[form].square_blocks,
         f"fp8.keep_transposed=true needs weights that are rounded once, and fp8.form={form} rounds them for each "
         f"product (use false)",
     )

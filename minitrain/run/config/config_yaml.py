@@ -19,7 +19,7 @@ from typing import Any, Literal
 import yaml
 
 from minitrain.data.wrong_text import encoding_of, in_utf8, look_alike
-from minitrain.errors import InputError, refused
+from minitrain.errors import InputError, as_input_error
 from minitrain.models.zoo import is_known
 from minitrain.run.config.aliases import ALIASES, advice, nearest
 from minitrain.run.config.recipes import own_configs
@@ -88,7 +88,7 @@ def read_tree(path: str | Path) -> dict:
     if not os.path.exists(path):
         near = nearest(str(path).removesuffix(".yaml"), own_configs(), 0.7)
         raise InputError(f"config file {path} does not exist {near}".rstrip())
-    with refused(f"config file {path} cannot be read"):
+    with as_input_error(f"config file {path} cannot be read"):
         raw = Path(path).read_bytes()
     try:
         text = raw.decode("utf-8-sig")

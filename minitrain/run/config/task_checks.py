@@ -7,7 +7,7 @@ from minitrain.formats.config_hf import check_family
 from minitrain.run.config.layout_checks import sampler_faults
 from minitrain.settings import GRPO, Config
 from minitrain.training.distillation import BASE
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 
 # kinds of data that hold videos
 VIDEOS = ("latents", "shapes")
@@ -24,7 +24,7 @@ def language_faults(c: Config) -> Faults:
         f"model.num_labels={model.num_labels}: a model with a score as its head is for task=reward, not {c.task}",
     )
     yield (
-        c.task == "grpo" and c.grpo.aggregation != "token" and trains_further(c),
+        c.task == "grpo" and c.grpo.aggregation != "token" and trains_mtp(c),
         f"grpo.aggregation={c.grpo.aggregation}: multi-token prediction is trained along with means over tokens alone "
         f"(use aggregation=token, or mtp_weight=0)",
     )
@@ -194,7 +194,8 @@ def replay_faults(c: Config) -> Faults:
         "grpo.replay_routing=true with in_flight=true: the experts of a response would be of several weights "
         "(use false for one of them)",
     )
-    yield (
-        c.compile,
-        "grpo.replay_routing=true has not been tried with compile=true (use false for one of them)",
-    )
+    for name, compiles in (("compile", c.compile), ("rollout.compile", c.rollout.compile)):
+        yield (
+            compiles,
+            f"grpo.replay_routing=true has not been tried with {name}=true (use false for one of them)",
+        )

@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from minitrain.data.files import data_by_source
+from minitrain.data.sources import data_by_source
 from minitrain.run.config.task_checks import CHATS
 from minitrain.settings import Config
-from minitrain.training.mtp_loss import knows_further
+from minitrain.training.mtp_loss import knows_mtp
 
 
 class Reader(NamedTuple):
@@ -56,7 +56,7 @@ READERS: dict[str, Reader] = {
     "rollout": Reader("task=grpo", lambda c: c.task == "grpo"),
     "mtp_weight": Reader(
         "models with num_nextn_predict_layers, except task=dpo and distillation",
-        lambda c: getattr(c.model.config, "num_nextn_predict_layers", 0) and knows_further(c),
+        lambda c: getattr(c.model.config, "num_nextn_predict_layers", 0) and knows_mtp(c),
     ),
     "fp8": Reader("precision=fp8", lambda c: c.precision == "fp8"),
     "steps": Reader("epochs=0", lambda c: not c.epochs),

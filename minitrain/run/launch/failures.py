@@ -66,8 +66,9 @@ def explain(error: Exception) -> str | None:
             r"Tried to allocate [^.]*\.\d* \w+|you tried to allocate \d+ bytes", message
         )
         return (
-            f"rank {rank()} is out of memory{f' ({asked[0]})' if asked else ''}: use recompute=full, a smaller "
-            f"batch.micro, batch.seq_len or optim.states=bf16, or more ranks; for sampling a smaller rollout.memory"
+            f"rank {rank()} is out of memory{f' ({asked[0]})' if asked else ''}: use recompute=full or "
+            f"offload, a smaller batch.micro, batch.seq_len or optim.states=bf16, or more ranks; for sampling a "
+            f"smaller rollout.memory"
         )
     # CXX or CC may name something that cannot be executed
     named = [f": {os.environ[name]!r}" for name in ("CXX", "CC") if name in os.environ]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from minitrain.errors import InputError, naming
+from minitrain.errors import InputError, writing
 
 # seconds; NFS 4 releases the locks of a vanished machine after 90
 PATIENCE = 100.0
@@ -33,7 +33,7 @@ def locked(folder: Path, leads: bool) -> Iterator[None]:
         yield
         return
     with (folder / ".lock").open("a+b", buffering=0) as file:
-        with naming(file.name):
+        with writing(file.name):
             wait_for(file)
         yield
 

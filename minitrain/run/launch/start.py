@@ -6,18 +6,12 @@ A run is always distributed: a single process is a world of one rank, on the sam
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.nn import Module
 
 from minitrain.errors import InputError
-from minitrain.formats.hf import load_weights, read_config
-from minitrain.formats.peft import fill_adapters
-from minitrain.models.lora import is_new
 from minitrain.parallel.agreement import FOR_EVER, gather
 from minitrain.parallel.mesh import Meshes, build_meshes
 from minitrain.run.config.environment import env_int, world_size
@@ -32,10 +26,7 @@ from minitrain.run.launch.rendezvous import (
     join_store,
 )
 from minitrain.run.launch.same_run import check_same, code_digests, flatten_settings
-from minitrain.settings import Config, Model
-from minitrain.training.build import build_model, initialize
-from minitrain.training.distillation import BASE, Distillation
-from minitrain.training.loop import Trainer
+from minitrain.settings import Config
 
 
 def pick_device(setting: str) -> torch.device:
@@ -157,58 +148,6 @@ def meshes_of(config: Config, device_type: str) -> Meshes:
     return build_meshes(
         device_type, p.dp_replicate, p.cp, p.tp, p.pp, p.ep, spare=config.grpo.generation_ranks
     )
-
-
-def make_trainer(config: Config, meshes: Meshes) -> Trainer:
-    """Return a Trainer with the weights of `model.path` and `lora.path`, where there are such."""
-    trainer = Trainer(config, meshes, fill=fill_weights)
-    if isinstance(trainer.objective, Distillation):
-        trainer.objective.make_teachers = partial(make_teachers, config, meshes)
-    return trainer
-
-
-def make_teachers(config: Config, meshes: Meshes) -> dict[str, Module]:
-    """Return the frozen model of each teacher's folder, laid out as the run's; none for BASE."""
-    return {
-        folder: build_model(
-            teacher_config(config, folder), meshes, fill_weights, trained=False
-        ).requires_grad_(False)
-        for folder in dict.fromkeys(config.teachers)
-        if folder != BASE
-    }
-
-
-def teacher_config(config: Config, folder: str) -> Config:
-    """Return the config of a teacher's model, stored in the compute type. Raises InputError if there is none."""
-    precision = "fp32" if config.precision == "fp32" else "bf16-pure"
-    shape = read_config(folder)
-    # ranks among which there are no experts to divide
-    ep = config.parallel.ep if getattr(shape, "num_experts", 0) else 1
-    return replace(
-        config,
-        model=Model(path=folder, config=shape),
-        parallel=replace(config.parallel, ep=ep),
-        lora=None,
-        precision=precision,
-        mtp_weight=0.0,
-    )
-
-
-def fill_weights(config: Config, model: Module) -> None:
-    """Read the weights of `model.path` and `lora.path` into a model.
-
-    Weights that are in no file get initial values.
-    """
-    path = config.model.path
-    lora = config.lora
-    if path:
-        # first, since files of a classifier have its head
-        initialize(model, config.seed, is_new)
-        load_weights(model, path)
-    else:
-        initialize(model, config.seed)
-    if lora and lora.path:
-        fill_adapters(model, lora, lora.path)
 
 
 def check_device(config: Config, device: torch.device) -> None:

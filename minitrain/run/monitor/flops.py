@@ -36,7 +36,7 @@ from minitrain.models.router import Router
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.settings import TARGETS, Config, Lora
-from minitrain.training.mtp_loss import trains_further
+from minitrain.training.mtp_loss import trains_mtp
 from minitrain.training.packing import Dataset
 
 
@@ -220,7 +220,7 @@ def count_flops(config: Config, convention: Convention, visible: float = 1.0) ->
 def trained_shape(config: Config) -> DecoderConfig:
     """Return the model that a training step runs: multi-token prediction only where it is trained."""
     shape = config.model.config
-    return shape if trains_further(config) else replace(shape, num_nextn_predict_layers=0)
+    return shape if trains_mtp(config) else replace(shape, num_nextn_predict_layers=0)
 
 
 def adapter_weights(config: Config) -> int:

@@ -17,7 +17,7 @@ from typing import TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
-from minitrain.errors import naming
+from minitrain.errors import writing
 from minitrain.parallel.agreement import broadcast
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.monitor.draw_curves import curves
@@ -108,7 +108,7 @@ class MetricsLog:
         """Write a step's numbers with all digits, and show the main ones."""
         if not self.enabled:
             return
-        with naming(self.file.name):
+        with writing(self.file.name):
             self.file.write(to_line(numbers))
             self.file.flush()
         self.losses.append(numbers["loss"])
@@ -164,7 +164,7 @@ class MetricsLog:
         checkpoint without the numbers of its steps.
         """
         if self.enabled:
-            with naming(self.file.name):
+            with writing(self.file.name):
                 os.fsync(self.file.fileno())
 
     def skipped_steps(self, updates: int = 1) -> int:
@@ -194,7 +194,7 @@ class MetricsLog:
         if not self.enabled:
             return
         self.bar.close()
-        with naming(self.file.name):
+        with writing(self.file.name):
             self.file.close()
         file = Path(self.file.name)
         lines, _ = read_lines(file)

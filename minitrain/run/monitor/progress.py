@@ -9,8 +9,8 @@ from statistics import fmean
 
 import torch
 
-from minitrain.data.files import has_tokenizer
 from minitrain.data.records import counted
+from minitrain.data.sources import has_tokenizer
 from minitrain.models.zoo import empty_model
 from minitrain.settings import Config
 from minitrain.training.packing import ENDLESS
@@ -136,13 +136,15 @@ def validation(numbers: dict) -> str:
             figures.append(preferring(numbers, "val_"))
         elif name.startswith("val_reward_"):
             continue
-        elif name == "val_bits_per_byte":
-            figures[-1] += f" = {value:.3f} bits/byte"
         elif name == "val_loss":
             # losses of videos and of preference pairs are not in nats per token
             bare = numbers.keys() & {"video_tokens", "reward_accuracy"}
-            figures.append(f"{value:.3f}{'' if bare else ' nats'}")
-        else:
+            bits = numbers.get("val_bits_per_byte")
+            unit = "" if bare else f" nats{'' if bits is None else f' = {bits:.3f} bits/byte'}"
+            figures.append(f"{value:.3f}{unit}")
+        elif name.endswith("loss"):
+            figures.append(f"{name.removeprefix('val_').replace('_', ' ')} {value:.3f} nats")
+        elif name != "val_bits_per_byte":
             figures.append(f"{name.removeprefix('val_').replace('_', ' ')} {value:.1%}")
     return ", ".join(figures)
 

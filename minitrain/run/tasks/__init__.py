@@ -3,6 +3,7 @@
     train_model     the whole run (read this first)
     task            the loop over all steps, and the protocol `Task`
     rows_task       the task that trains on rows of a dataset; grpo_task: the task of GRPO
+    initial_weights build the models with the weights that the config names
     exports         write the model, or its adapters, at the end
     exact_match, draw_videos   validate by generating; rollout_files: GRPO's responses on disk
 

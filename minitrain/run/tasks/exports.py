@@ -6,13 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain.data.files import has_tokenizer
-from minitrain.data.tokenizer import (
-    CHAT_TEMPLATE,
-    Tokenizer,
-    check_free_of_tokenizer,
-    load_tokenizer,
-)
+from minitrain.data.sources import has_tokenizer
+from minitrain.data.tokenizer import Tokenizer, check_free_of_tokenizer, load_tokenizer
+from minitrain.data.tokenizer_files import CHAT_TEMPLATE
 from minitrain.errors import InputError
 from minitrain.formats.config_hf import end_also_at
 from minitrain.formats.hf import check_free_of_adapters, save_tensors

@@ -20,9 +20,9 @@ from minitrain.data.datasets import with_steps
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained
-from minitrain.grpo.environments import load_environment
+from minitrain.grpo.environments import Talk, load_environment
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
-from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
+from minitrain.grpo.rewards import keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import routing_width
@@ -36,20 +36,16 @@ from minitrain.run.checkpoint.checkpointer import (
     save_step,
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.launch.start import (
-    fill_weights,
-    make_teachers,
-    pick_device,
-    set_timeout,
-    start,
-)
+from minitrain.run.launch.start import pick_device, set_timeout, start
 from minitrain.run.monitor.progress import amount, validation
 from minitrain.run.tasks.exports import export
+from minitrain.run.tasks.initial_weights import fill_weights, make_teachers
 from minitrain.run.tasks.reward_model import reward_model
 from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, write_rollouts
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 from minitrain.training.build import fp8_notes
+from minitrain.user_code import call
 
 
 class PolicyData(NamedTuple):
@@ -63,8 +59,8 @@ class PolicyData(NamedTuple):
     tokenizer: Tokenizer
     # tokens that end a response
     ends: tuple[int, ...]
-    # functions that make an environment and a dialog with it; None without grpo.environment
-    talk: tuple[Callable, Callable] | None
+    # None without grpo.environment
+    talk: Talk | None
     # a line on how often training goes over the problems
     amount: str
 
@@ -79,7 +75,7 @@ def open_policy_data(config: Config) -> PolicyData:
     make = config.grpo.environment and load_environment(config.grpo.environment)
     problems, held_out, tokenizer, ends = open_problems(config)
     template = choose_template(config.data.template, tokenizer)
-    talk = (make, partial(ChatDialog, template, tokenizer)) if make else None
+    talk = Talk(make, partial(ChatDialog, template, tokenizer)) if make else None
     prompts = config.grpo.prompts
     with_number = with_steps(config, len(problems), prompts)
     line = amount(config, with_number.steps, len(problems), prompts, "problem")
@@ -159,7 +155,7 @@ class GrpoTask:
                 kept = self.folder and self.new_checkpointer("reference", keep=1)
                 self.policy.keep_reference(kept, resumed=first > 0)
         wait_for_all()
-        known = self.loop.tell((first, last, states, in_flight), 0)
+        known = self.loop.from_rank((first, last, states, in_flight), 0)
         self.first, self.last, states, in_flight = known
         together(self.everyone, self.load_reward, states)
         taken = self.last.get("problems", self.first * grpo.prompts * grpo.generations)

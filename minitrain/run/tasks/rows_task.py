@@ -16,10 +16,11 @@ from minitrain.run.checkpoint.checkpointer import (
     save_step,
 )
 from minitrain.run.checkpoint.fingerprint import agreed_fingerprint
-from minitrain.run.launch.start import make_trainer, start
+from minitrain.run.launch.start import start
 from minitrain.run.monitor.health import batch_origin
 from minitrain.run.monitor.progress import amount, bits_per_byte
 from minitrain.run.tasks.exports import export
+from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 from minitrain.training.build import fp8_notes

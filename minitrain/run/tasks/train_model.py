@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from minitrain.data.files import has_tokenizer
+from minitrain.data.sources import has_tokenizer
 from minitrain.data.tokenizer import check_same_ids
-from minitrain.errors import located, refused
+from minitrain.errors import as_input_error, located
 from minitrain.formats.config_hf import export_fault, not_trained_with
 from minitrain.formats.hf import find_weights
 from minitrain.models.decoder_config import check_vocabulary
@@ -26,16 +26,18 @@ from minitrain.run.config.load import to_dict
 from minitrain.run.config.unread import unread
 from minitrain.run.launch.failures import record_flights, recorded
 from minitrain.run.launch.lock import locked
-from minitrain.run.launch.start import pick_device, teacher_config
+from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.metrics import MetricsLog
 from minitrain.run.monitor.progress import opening
 from minitrain.run.tasks.exports import check_free_of_others, with_ids_of_data
+from minitrain.run.tasks.initial_weights import teacher_config
 from minitrain.run.tasks.rows_task import RowsTask, open_rows
 from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
 from minitrain.training.build import fp8_experts
 from minitrain.training.distillation import BASE
 from minitrain.training.optim import warmup_steps
+from minitrain.user_code import load_function
 
 
 def train(config: Config) -> None:
@@ -55,7 +57,7 @@ def train(config: Config) -> None:
     # holds the lock
     logger = load_logger(config)
     make_task = open_task(config)
-    with refused(f"out_dir={config.out_dir!r} cannot be created"):
+    with as_input_error(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
     if device.type == "cuda":
         record_flights(folder)
@@ -71,8 +73,6 @@ def load_logger(config: Config) -> Callable[[dict], None] | None:
     name = config.metrics.logger
     if not name:
         return None
-    from minitrain.grpo.rewards import load_function
-
     return load_function(f"metrics.logger={name!r}", name, {"numbers": {}})
 
 
