@@ -41,7 +41,7 @@ BUDGETS = {
     "models": 34_600,
     "parallel": 16_950,
     "training": 17_000,
-    "rollout": 23_250,
+    "rollout": 23_300,
     "grpo": 15_050,
     "formats": 18_250,
     "data": 7_600,
