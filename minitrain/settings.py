@@ -87,8 +87,7 @@ class Data:
     # how pretraining fills rows: cut documents where a row ends, or pad rows, so that no document
     # is cut that fits one
     packing: Literal["cut", "whole"] = "cut"
-    # folder for the tokens of text and jsonl files to pretrain on, which then need not fit in
-    # memory
+    # folder for the tokens of text and jsonl files to pretrain on, which need not fit in memory
     cache: str = ""
     # what happens at lines, files or rows of tokens that cannot be used
     on_error: Literal["error", "skip"] = "error"
