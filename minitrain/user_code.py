@@ -28,14 +28,14 @@ def load_from(place: str) -> Any:
 
 
 def load_file(file: str) -> ModuleType:
-    """Return a file as a module, run once; it finds the modules beside it, as python FILE does."""
+    """Return a file as a module, run once; it finds the modules beside it, after all others."""
     path = os.path.abspath(os.path.expanduser(file))
     # its own name may be that of another module, such as json
     name = f"user_code_{zlib.crc32(path.encode())}"
     if name in sys.modules:
         return sys.modules[name]
     if os.path.dirname(path) not in sys.path:
-        sys.path.insert(0, os.path.dirname(path))
+        sys.path.append(os.path.dirname(path))
     spec = spec_from_file_location(name, path)
     # dataclasses and pickle look there
     module = sys.modules[name] = module_from_spec(spec)
@@ -60,7 +60,9 @@ def load_function(setting: str, name: str, example: dict, others: str = "") -> C
         found = load_from(name)
     # a module can raise whatever Python raises
     except (Exception, SystemExit) as error:
-        raise InputError(f"{setting} cannot be imported: {error!r}") from error
+        raise InputError(
+            f"{setting} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if not callable(found):
         raise InputError(f"{setting} is a {type(found).__name__}, not a function")
     try:
