@@ -219,6 +219,10 @@ def _precision_faults(c: Config) -> Faults:
         f"optim.states={o.states} is for optim.name=adamw, not {o.name} (leave it out)",
     )
     yield (
+        o.name != "adamw" and o.offload,
+        f"optim.offload=true is for optim.name=adamw, not {o.name} (leave it out)",
+    )
+    yield (
         o.name == "sgd" and o.stochastic_rounding,
         "optim.stochastic_rounding=true is for optim.name=adamw or muon, not sgd (leave it out)",
     )
