@@ -87,15 +87,13 @@ class Data:
     # how pretraining fills rows: cut documents where a row ends, or pad rows, so that no document
     # is cut that fits one
     packing: Literal["cut", "whole"] = "cut"
-    # folder for the tokens of text and jsonl files to pretrain on, which then need not fit in
-    # memory
+    # folder for the tokens of text and jsonl files to pretrain on, which need not fit in memory
     cache: str = ""
     # what happens at lines, files or rows of tokens that cannot be used
     on_error: Literal["error", "skip"] = "error"
     text_tokens: int = number(512, 1, 1 << 20)  # length to which the texts of videos are padded
-    validation: float = number(
-        0.0, 0, below=1
-    )  # share of the documents or videos that is held out
+    # share of the documents or videos that is held out
+    validation: float = number(0.0, 0, below=1)
     validation_path: str | list[str] = ""  # files to hold out instead, of the same kind
 
 

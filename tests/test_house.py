@@ -36,6 +36,7 @@ TECHNIQUES += [
 BUDGETS = {
     "errors": 450,
     "hashing": 400,
+    "user_code": 500,
     "settings": 2_300,
     "models": 34_300,
     "parallel": 16_950,

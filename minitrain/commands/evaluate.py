@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from minitrain.data import wording
 from minitrain.errors import InputError, refuse
 from minitrain.run.launch import cli
 
@@ -34,6 +35,13 @@ OPTIONS = {
     "--out": (cli.home_path, None, "with --choices: a .jsonl file for each choice's numbers"),
     "--device": (["auto", "cpu", "cuda"], "auto", "where to compute"),
 }
+
+
+WORDING = wording.OPTIONS._replace(
+    chats="chats need --chat",
+    document=" (leave --chat out)",
+    pair=", and evaluate has no use for pairs",
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -91,11 +99,15 @@ def measure_loss(
     note = ""
     if options.chat:
         template = choose_template("auto", tokenizer)
-        samples = read_samples(Data("jsonl", options.files), template, tokenizer, Skips())
+        samples = read_samples(
+            Data("jsonl", options.files), template, tokenizer, Skips(), WORDING
+        )
         samples, note = fit(samples, seq_len, "drop")
     else:
-        files, note = text_rows.find_documents(options.files, options.field, options.kind)
-        documents = text_rows.read_documents(files, options.field, options.kind)
+        files, note = text_rows.find_documents(
+            options.files, options.field, options.kind, WORDING
+        )
+        documents = text_rows.read_documents(files, options.field, options.kind, WORDING)
         corpus = text_rows.tokenize(documents, tokenizer)
         samples = text_rows.cut_documents(corpus, seq_len)
     if not samples:
@@ -142,8 +154,8 @@ def measure_choices(
         question = read_choices(record)
         return record, question, encode_choices(question, tokenizer, seq_len)
 
-    files = find_files(Data("jsonl", options.files))
-    records, questions, samples = zip(*read_records(files, read, Skips()), strict=True)
+    files = find_files(Data("jsonl", options.files), WORDING)
+    records, questions, samples = zip(*read_records(files, read, Skips(), WORDING), strict=True)
     samples = [sample for each in samples for sample in each]
     rows = Chats(samples, seq_len, 0, packed=True, numbered=True)
     # of each sample

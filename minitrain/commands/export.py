@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> None:
         "--fp8", action="store_true", help="matrices in FP8 with a scale for each 128 x 128"
     )
     options = parser.parse_args(arguments)
-    from minitrain.run.checkpoint.checkpoint_files import make_empty, read_description
+    from minitrain.run.checkpoint.checkpoint_files import read_description
+    from minitrain.run.checkpoint.checkpoint_folders import make_empty
     from minitrain.run.config.load import load
     from minitrain.run.launch.start import start
     from minitrain.run.monitor.progress import next_command
@@ -73,7 +74,8 @@ def find_checkpoint(run: Path, step: int | str | None) -> tuple[int, Path]:
     step: a number; best, by validation; None: the newest. Raises InputError if there is none, or
     it is damaged.
     """
-    from minitrain.run.checkpoint.checkpoint_files import complete_steps, find_damage
+    from minitrain.run.checkpoint.checkpoint_files import find_damage
+    from minitrain.run.checkpoint.checkpoint_folders import complete_steps
 
     checkpoints = run / "checkpoints"
     steps = complete_steps(checkpoints)
@@ -93,7 +95,7 @@ def read_weights(model: "Module", folder: Path, files: dict) -> None:
     """Read a checkpoint's weights into a model, or their averages where the run has optim.ema."""
     import torch.distributed.checkpoint as dcp
 
-    from minitrain.run.checkpoint.checkpoint_files import IndexedReader
+    from minitrain.run.checkpoint.checkpoint_index import IndexedReader
     from minitrain.run.checkpoint.checkpoint_state import changing, check_weights
 
     weights = changing(model)

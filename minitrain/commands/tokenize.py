@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minitrain.data import wording
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
 
@@ -39,6 +40,9 @@ OPTIONS = {
 }
 
 
+WORDING = wording.OPTIONS._replace(chats="chats are read by minitrain train task=sft")
+
+
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(OPTIONS, prog="minitrain tokenize", description=__doc__)
     parser.add_argument("files", nargs="+")
@@ -52,7 +56,7 @@ def main(arguments: list[str]) -> None:
     out = Path(options.out)
     if out.exists():
         raise InputError(f"--out {out} exists already (name a new folder)")
-    files, note = find_documents(options.files, options.field, options.kind)
+    files, note = find_documents(options.files, options.field, options.kind, WORDING)
     size = 1 + (len(files) - 1) // MOST
     groups = [files[start : start + size] for start in range(0, len(files), size)]
     work = out.with_name(f"{out.name}.unfinished")
@@ -120,7 +124,7 @@ def write_tokens(
             return int(documents), int(tokens)
     # beside other tokens it would be wrong
     done.unlink(missing_ok=True)
-    corpus = tokenize(read_documents(files, field, kind), load_tokenizer(tokenizer))
+    corpus = tokenize(read_documents(files, field, kind, WORDING), load_tokenizer(tokenizer))
     np.save(file, corpus.stores[0])
     counts = len(corpus.lengths), len(corpus)
     done.write_text(f"{counts[0]} {counts[1]} {made_of}")
@@ -129,7 +133,7 @@ def write_tokens(
 
 def move_tokens(work: Path, count: int, tokenizer: "Tokenizer", out: Path) -> None:
     """Make folder `out` of the first `count` files of tokens in `work`, and of their tokenizer."""
-    from minitrain.run.checkpoint.checkpoint_files import make_empty
+    from minitrain.run.checkpoint.checkpoint_folders import make_empty
 
     whole = work / "whole"
     make_empty(whole)

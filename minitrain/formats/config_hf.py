@@ -5,6 +5,7 @@ read. Settings that the decoder would not compute exactly are refused by name.
 """
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from minitrain.formats.json_files import (
     refuse_other_values,
 )
 from minitrain.models.decoder_config import ROPE_SCALINGS, YARN, DecoderConfig, as_classifier
+from minitrain.models.layers import attention_factor
 
 GENERATION = "generation_config.json"
 ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -38,6 +40,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 TRAINING_ONLY = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}
 LABELS = "num_labels"
 DEPTHS = "num_nextn_predict_layers"
+_NO_SCALING = dict(rope_type="default")
 # keys that an export does not copy from the config.json that was read: it writes these settings in
 # another form, and has weights in another format
 NOT_KEPT = {
@@ -51,6 +54,7 @@ NOT_KEPT = {
     "num_key_value_heads",
     "head_dim",
     "layer_types",
+    "no_rope_layers",
     "layers_block_type",
     "hybrid_override_pattern",
     "num_hidden_layers",
@@ -87,6 +91,9 @@ def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
 
 def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
     """Return the config of a config.json in the form that the family's `defaults` returns."""
+    window_rope = None
+    if family.window_rope is not None:
+        raw, window_rope = _split_rope(raw, family)
     rope = _read_rope(raw, family)
     keys = {ours: family.key(theirs) for ours, theirs in (SIZES | family.fields).items()}
     fields = {ours: read_value(raw, key, KINDS[ours]) for ours, key in keys.items()}
@@ -106,6 +113,8 @@ def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
         bos_token_id=read_token_ids(raw, "bos_token_id"),
         eos_token_id=read_token_ids(raw, "eos_token_id"),
     )
+    if window_rope is not None:
+        fields["window_rope_theta"] = window_rope or fields["rope_theta"]
     if family.depth_of:
         fields[DEPTHS] = read_number(raw, DEPTHS, default=0)
     fields |= family.read(raw)
@@ -190,7 +199,7 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
     given = given if isinstance(given, list) else [given]
     kinds = ["full_attention"]
     if "sliding_window" in family.fields:
-        kinds = ["sliding_attention", *kinds]
+        kinds = ["sliding_attention"] * (family.field("sliding_window_pattern") - 1) + kinds
     if any(kind != kinds[i % len(kinds)] for i, kind in enumerate(given)):
         raise InputError(f"layer_types other than {', '.join(kinds)} in turn are not supported")
     key = family.key("hidden_act")
@@ -216,6 +225,30 @@ def _refuse_other_quantization(settings: Any, family: Family) -> None:
         )
     if method == "fp8" and blocks != [128, 128]:
         raise InputError(f"weight_block_size={blocks} of quantization_config must be [128, 128]")
+
+
+def _split_rope(raw: dict, family: Family) -> tuple[dict, float]:
+    """Return config.json with the rotary settings of layers without a window, and rope_theta of others.
+
+    transformers 5 has both in `rope_parameters`, 4 one at the top; 0: the second is not given.
+    Raises InputError for a scaling of layers with a window.
+    """
+    both = raw.get("rope_parameters")
+    if not isinstance(both, dict) or not any(isinstance(each, dict) for each in both.values()):
+        return raw, read_number(raw, "rope_local_base_freq", float, family.window_rope)
+    full, window = (both.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+    if not isinstance(full, dict) or not isinstance(window, dict):
+        raise InputError(f"rope_parameters={both!r} must be an object for each kind of layer")
+    if window.get("rope_type", "default") != "default":
+        raise InputError(
+            f"rope_type {window['rope_type']!r} of layers with a window is not supported "
+            "(must be 'default')"
+        )
+    scaling = raw.get("rope_scaling") or {}
+    if isinstance(scaling, dict):
+        raw = raw | dict(rope_scaling=None, rope_parameters=full | scaling)
+    default = family.window_rope or family.rope_theta
+    return raw, read_number(window, "rope_theta", float, default)
 
 
 def _read_rope(raw: dict, family: Family) -> dict:
@@ -260,8 +293,12 @@ def _rope_scaling(rope: dict) -> dict | None:
                 scaling[key] = read_number(rope, key, float)
         if not read_switch(rope, "truncate", True):
             scaling["truncate"] = False
-        if (factor := rope.get("attention_factor")) is not None:
-            raise InputError(f"attention_factor={factor} is not supported (must be absent)")
+        factor = read_number(rope, "attention_factor", float, attention_factor(scaling))
+        if not math.isclose(factor, attention_factor(scaling), rel_tol=1e-6):
+            raise InputError(
+                f"attention_factor={factor} is not supported (must be absent, or "
+                f"{attention_factor(scaling)}, which follows from the other settings)"
+            )
     return scaling
 
 
@@ -357,7 +394,7 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     if family.depth_of:
         optional[DEPTHS] = config.num_nextn_predict_layers
     # null would be read as the family's default
-    no_scaling = dict(rope_type="default") if family.rope else None
+    no_scaling = _NO_SCALING if family.rope else None
     settings = dict(
         architectures=[family.architecture],
         model_type=config.family,
@@ -378,6 +415,10 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
     )
     if config.position_embedding != "rotary":
         del settings["rope_theta"], settings["rope_scaling"]
+    if family.window_rope is not None:
+        full = dict(rope_theta=config.rope_theta) | (config.rope_scaling or _NO_SCALING)
+        window = dict(rope_theta=config.window_rope_theta) | _NO_SCALING
+        settings["rope_parameters"] = dict(full_attention=full, sliding_attention=window)
     if config.num_labels:
         settings |= {"architectures": [family.classifier], LABELS: config.num_labels}
     settings = family.write(config, settings)

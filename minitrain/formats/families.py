@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from dataclasses import field as default
 from typing import Any
 
+from minitrain.errors import InputError
 from minitrain.formats import deepseek_v3, gpt2, nemotron_h
+from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
 # norm of `DecoderConfig` -> key of its epsilon
@@ -67,6 +69,8 @@ class Family:
     rope_theta: float = 10000.0
     # the default of rope_scaling
     rope: dict = default(default_factory=dict)
+    # the default of window_rope_theta, or 0 for rope_theta; None: there is no such setting
+    window_rope: float | None = None
     # the default of norm_topk_prob; None: no such key, and it is always true
     norm_topk: bool | None = None
     # False: the head is stored separately, whatever tie_word_embeddings says
@@ -90,6 +94,7 @@ class Family:
         "num_experts",
         "sliding_window",
         "kv_lora_rank",
+        "no_rope_layer_interval",
     )
 
     # --- tensors
@@ -146,6 +151,26 @@ class Family:
         return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
 
 
+def with_smollm3_defaults(raw: dict) -> dict:
+    """Return SmolLM3's config.json with what it leaves out.
+
+    Raises InputError where its list of layers that rotate says another thing.
+    """
+    raw = dict(no_rope_layer_interval=4, tie_word_embeddings=True) | raw
+    given = raw.get("no_rope_layers")
+    every = read_number(raw, "no_rope_layer_interval")
+    if given is None:
+        return raw
+    listed = given if isinstance(given, list) else []
+    regular = all(turns == int(not every or i % every != 0) for i, turns in enumerate(listed, 1))
+    if not regular or len(listed) < read_number(raw, "num_hidden_layers"):
+        raise InputError(
+            f"no_rope_layers={given!r} is not supported (must be 0 for one of "
+            f"no_rope_layer_interval={every} layers, the last, and 1 for the others)"
+        )
+    return raw
+
+
 # for models without an entry in FAMILIES, such as Wan
 PLAIN = Family("")
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
@@ -157,6 +182,27 @@ FAMILIES = {
         "Qwen2ForCausalLM", dict(use_sliding_window=False), fixed=dict(qkv_bias=True)
     ),
     "qwen3": Family("Qwen3ForCausalLM", QWEN3, fixed=dict(qk_norm=True), quantized="fp8"),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        NO_BIAS | dict(use_sliding_window=False),
+        fields=_keys("no_rope_layer_interval"),
+        rope_theta=2e6,
+        defaults=with_smollm3_defaults,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        dict(attention_bias=False),
+        fields=_keys("sliding_window"),
+        rope_theta=500000.0,
+        window_rope=0.0,
+        fixed=dict(
+            norm_position="after", qk_norm=True, qk_norm_over_heads=True, sliding_window_pattern=4
+        ),
+        renamed={
+            ".mixer_output_norm.": ".post_attention_layernorm.",
+            ".mlp_output_norm.": ".post_feedforward_layernorm.",
+        },
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         dict(sliding_window=None),

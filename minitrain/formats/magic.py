@@ -25,8 +25,8 @@ BZh = packed by bzip2 (bzip2 -d)
 \xff\x06\0\0sNaPpY = packed by snappy (unpack it)
 7z\xbc\xaf = a 7z archive (unpack it)
 Rar! = a rar archive (unpack it)
-PAR1 = a parquet file (data.kind=jsonl reads it)
-ARROW1 = an arrow file (data.kind=jsonl reads it)
+PAR1 = a parquet file ({kind}jsonl reads it)
+ARROW1 = an arrow file ({kind}jsonl reads it)
 ORC = an ORC file (convert it to JSONL)
 Obj\x01 = an Avro file (convert it to JSONL)
 \x89HDF = an HDF5 file (save its arrays as .npy)
@@ -72,22 +72,24 @@ def stand_in_kind(file: Path, head: bytes) -> str:
     return signatures()[LFS] if head.startswith(LFS) else ""
 
 
-def kind_of_binary(file: Path, head: bytes) -> str:
-    """Return the kind of a binary file that begins with `head`; "" if it is not recognized."""
+def kind_of_binary(file: Path, head: bytes, kind: str = "data.kind=") -> str:
+    """Return the kind of a binary file that begins with `head`; "" if it is not recognized.
+
+    kind: what stands before another kind of data, where the file is one.
+    """
     length = int.from_bytes(head[:8], "little")
     if head[8:10] == b'{"' and length < 1 << 27:
         return "a safetensors file (of tensors, not of tokens or text)"
     if head[:4] == b"\xff" * 4 and 0 < int.from_bytes(head[4:8], "little") < 1 << 20:
-        return "an arrow stream, as datasets saves them (data.kind=jsonl reads it)"
+        return f"an arrow stream, as datasets saves them ({kind}jsonl reads it)"
     if re.match(MEDIA, head):
         return "a picture, a sound or a video"
     if head[257:262] == b"ustar":
         return "a tar archive (unpack it)"
     if length < 1 << 40 and head[8:12] == masked_crc(head[:8]).to_bytes(4, "little"):
         return "a TFRecord file (save its tokens as .npy, its texts as JSONL)"
-    return stand_in_kind(file, head) or next(
-        (what for magic, what in signatures().items() if head.startswith(magic)), ""
-    )
+    known = (what for magic, what in signatures().items() if head.startswith(magic))
+    return stand_in_kind(file, head) or next(known, "").format(kind=kind)
 
 
 def masked_crc(data: bytes) -> int:
@@ -163,13 +165,13 @@ def library_of(settings: dict) -> str:
     return str(settings.get("peft_type"))
 
 
-def kind_of_json(file: Path, head: bytes) -> str:
+def kind_of_json(file: Path, head: bytes, kind: str) -> str:
     """Return the kind of a file that is neither JSON lines nor a JSON array; "" if it may be."""
     if file.suffix in (".csv", ".tsv"):
         return "a table in text (datasets' Dataset.from_csv(FILE).to_json(OUT) converts it)"
     if SPREAD.match(head):
         return "JSON over several lines, not an object a line (jq -c . FILE > FILE.jsonl)"
-    return kind_of_binary(file, head)
+    return kind_of_binary(file, head, kind)
 
 
 def kind_of_tokens(file: Path, head: bytes) -> str:

@@ -197,8 +197,8 @@ def apply_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
 class GroupedQueryAttention(nn.Module):
     """Attention in which several query heads share one key/value head (Ainslie et al. 2023).
 
-    Biases on q, k, v: Qwen 2.5; on all: GPT-3. qk_norm, an RMSNorm over each head of q and k before
-    rotary embeddings: Qwen 3. Sinks: GPT-OSS.
+    Biases on q, k, v: Qwen 2.5; on all: GPT-3. qk_norm, an RMSNorm of q and k before rotary
+    embeddings, over each head: Qwen 3; over all heads of a token together: OLMo 3. Sinks: GPT-OSS.
     """
 
     # the sampler computes them as one product
@@ -218,12 +218,14 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=config.o_bias)
-        self.q_norm = (
-            nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        )
+        self.normalizes_over_heads = config.qk_norm_over_heads
+
+        def norm(count: int) -> nn.Module:
+            width = count * head_dim if config.qk_norm_over_heads else head_dim
+            return nn.RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+
+        self.q_norm = norm(heads)
+        self.k_norm = norm(kv_heads)
         self.sinks = nn.Parameter(torch.empty(heads)) if config.sinks else None
 
     def forward(
@@ -238,9 +240,11 @@ class GroupedQueryAttention(nn.Module):
         split = (*x.shape[:2], -1, self.head_dim)
         # [batch, seq, channels of all heads] each
         projected = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (heads.view(split) for heads in projected)
-        q = self.q_norm(q)
-        k = self.k_norm(k)
+        q, k, v = projected if self.normalizes_over_heads else (x.view(split) for x in projected)
+        # over the last dimension
+        q = self.q_norm(q).view(split)
+        k = self.k_norm(k).view(split)
+        v = v.view(split)
         if rotary is not None:
             q = apply_rotary(q, *rotary)
             k = apply_rotary(k, *rotary)

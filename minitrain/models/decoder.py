@@ -41,24 +41,34 @@ ALWAYS_RMS = ("q_norm.weight", "k_norm.weight", "_a_layernorm.weight")
 
 
 class Block(nn.Module):
-    """A pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or only one of them."""
+    """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or only one of them.
+
+    Norms stand before mixer and MLP, after them (OLMo 3), or both (Gemma 3): see `norm_position`.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         hidden = config.hidden_size
-        norm = NORMS[config.norm]
         mixer, mlp = config.parts(layer)
+
+        def norm(position: str) -> nn.Module:
+            if config.norm_position not in (position, "both"):
+                return nn.Identity()
+            return NORMS[config.norm](hidden, eps=config.norm_eps)
+
         self.self_attn = self.mamba = self.mlp = None
         if mixer:
-            self.input_layernorm = norm(hidden, eps=config.norm_eps)
+            self.input_layernorm = norm("before")
+            self.mixer_output_norm = norm("after")
         if mixer == "attention":
             attention = LatentAttention if config.kv_lora_rank else GroupedQueryAttention
             self.self_attn = attention(config)
-            self.windowed = config.windowed(layer)
         if mixer == "mamba":
             self.mamba = Mamba2(hidden, config.mamba, config.norm_eps)
         if mlp:
-            self.post_attention_layernorm = norm(hidden, eps=config.norm_eps)
+            # before the MLP: the name is that of Llama's files
+            self.post_attention_layernorm = norm("before")
+            self.mlp_output_norm = norm("after")
         if mlp == "moe":
             self.mlp = MoE(config)
         elif mlp:
@@ -70,28 +80,27 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         mask: Mask | None,
         document_ids: Tensor | None = None,
-        window_mask: Mask | None = None,
         cache=None,
     ) -> Tensor:
         """Return [batch, seq, hidden], as x.
 
-        rotary: from `rotary_tables`. window_mask: the mask of layers with a sliding window.
+        rotary, mask: those of this layer; rotary is from `rotary_tables`.
         document_ids: int [batch, seq], for Mamba-2, which has no mask, and for routers, which do
             not count padding.
         cache: this layer's. During prefill the last layer skips its MLP (`output_unused`): nothing
             reads its output.
         """
         if self.self_attn is not None:
-            seen = window_mask if self.windowed else mask
-            x = x + self.self_attn(self.input_layernorm(x), rotary, seen, cache)
+            mixed = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+            x = x + self.mixer_output_norm(mixed)
         if self.mamba is not None:
-            x = x + self.mamba(self.input_layernorm(x), document_ids, cache)
+            mixed = self.mamba(self.input_layernorm(x), document_ids, cache)
+            x = x + self.mixer_output_norm(mixed)
         if self.mlp is None or (cache is not None and cache.output_unused):
             return x
         normed = self.post_attention_layernorm(x)
-        if isinstance(self.mlp, MoE):
-            return x + self.mlp(normed, document_ids, cache)
-        return x + self.mlp(normed)
+        inputs = (document_ids, cache) if isinstance(self.mlp, MoE) else ()
+        return x + self.mlp_output_norm(self.mlp(normed, *inputs))
 
 
 class MTPBlock(MTPMixin, Block):
@@ -233,13 +242,20 @@ class Decoder(nn.Module):
         masks = None, None
         if cache is None:
             masks = self._masks(positions.shape[1], positions.device, document_ids)
+        # of both, too
         rotary = self._rotary(positions, cache)
+        rotaries = rotary, rotary
+        if self.config.window_rope_theta:
+            rotaries = rotary, self._rotary(positions, cache, windowed=True)
 
         def run(number: str, *inputs: Tensor) -> Tensor:
             """Return [batch, seq, hidden], as inputs: a layer's, and for one of MTP embeddings."""
-            layer_cache = None if cache is None else cache[int(number)]
-            layer = self.model.layers[number]
-            return layer(*inputs, rotary, masks[0], document_ids, masks[1], layer_cache)
+            layer = int(number)
+            layer_cache = None if cache is None else cache[layer]
+            windowed = self.config.windowed(layer)
+            rotary = rotaries[windowed] if self.config.rotates(layer) else None
+            mask = masks[windowed]
+            return self.model.layers[number](*inputs, rotary, mask, document_ids, layer_cache)
 
         return run
 
@@ -257,17 +273,23 @@ class Decoder(nn.Module):
             return full, None
         return full, self.make_mask(length, device, document_ids, window=window)
 
-    def _rotary(self, positions: Tensor, cache=None) -> tuple[Tensor, Tensor] | None:
-        """Return `rotary_tables` of positions [batch or 1, seq], None without rotary embeddings."""
+    def _rotary(
+        self, positions: Tensor, cache=None, windowed: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return `rotary_tables` of positions [batch or 1, seq], None without rotary embeddings.
+
+        windowed: those of layers with a window that have a base of their own.
+        """
         config = self.config
         if config.position_embedding != "rotary":
             return None
         # a cache computes frequencies once
         compute = rotary_frequencies if cache is None else cache.frequencies
-        frequencies = compute(
-            self.rotary_dim, config.rope_theta, config.rope_scaling, positions.device
-        )
-        return rotary_tables(positions, frequencies, attention_factor(config.rope_scaling))
+        theta, scaling = config.rope_theta, config.rope_scaling
+        if windowed:
+            theta, scaling = config.window_rope_theta, None
+        frequencies = compute(self.rotary_dim, theta, scaling, positions.device)
+        return rotary_tables(positions, frequencies, attention_factor(scaling))
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -123,6 +123,8 @@ class DecoderConfig:
     max_position_embeddings: int = 8192  # the longest sequence
     norm: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"  # of layers and head
     norm_eps: float = 1e-5  # added to the variance
+    # whether layers normalize what mixers and MLPs read, what they return, or both
+    norm_position: Literal["before", "after", "both"] = "before"
     mlp: str = "swiglu"  # swiglu, relu2, gelu with biases, or for experts only clamped_swiglu
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of initial weights
@@ -140,12 +142,17 @@ class DecoderConfig:
     qkv_bias: bool = False  # queries, keys and values have biases
     o_bias: bool = False  # attention's output has a bias
     qk_norm: bool = False  # queries and keys are normalized, head by head
+    qk_norm_over_heads: bool = False  # with qk_norm: all heads of a token together
     sinks: bool = False  # a learned term in each head's softmax
-    sliding_window: int = 0  # how many keys layers 0, 2, 4, ... see; 0: all layers see all
+    sliding_window: int = 0  # how many keys layers with a window see; 0: all layers see all
+    sliding_window_pattern: int = 2  # one of so many layers, the last, has no window
     position_embedding: Literal["rotary", "learned", "none"] = "rotary"  # how order is told
     rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_scaling: dict | None = None  # as in config.json, of rope_type llama3 or yarn
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated
+    # rope_theta of layers with a window, which have no rope_scaling then; 0: as in other layers
+    window_rope_theta: float = 0.0
+    no_rope_layer_interval: int = 0  # one of so many layers, the last, rotates nothing; 0: none
 
     # --- latent attention
 
@@ -258,7 +265,18 @@ class DecoderConfig:
     def _attention_faults(self) -> Faults:
         heads = self.num_attention_heads
         groups = self.num_key_value_heads
-        yield self.rope_theta <= 1, f"model.rope_theta={self.rope_theta} must be above 1"
+        for field in ("rope_theta", "window_rope_theta"):
+            theta = getattr(self, field)
+            unused = field == "window_rope_theta" and theta == 0
+            yield theta <= 1 and not unused, f"model.{field}={theta} must be above 1"
+        yield (
+            self.window_rope_theta and not self.sliding_window,
+            f"model.window_rope_theta={self.window_rope_theta} needs sliding_window",
+        )
+        yield (
+            self.qk_norm_over_heads and not self.qk_norm,
+            "model.qk_norm_over_heads=True needs qk_norm=true",
+        )
         yield (
             heads % groups,
             f"model.num_key_value_heads={groups} does not divide num_attention_heads={heads}",
@@ -356,7 +374,16 @@ class DecoderConfig:
         return range(self.num_layers + self.num_nextn_predict_layers)
 
     def windowed(self, layer: int) -> bool:
-        return bool(self.sliding_window) and layer % 2 == 0
+        return bool(self.sliding_window) and (layer + 1) % self.sliding_window_pattern != 0
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer rotates queries and keys by their positions."""
+        every = self.no_rope_layer_interval
+        return self.position_embedding == "rotary" and not (every and (layer + 1) % every == 0)
+
+    def kind(self, layer: int) -> tuple:
+        """Return what tells a layer from others: equal kinds compute the same on equal inputs."""
+        return *self.parts(layer), self.windowed(layer), self.rotates(layer)
 
     @property
     def mamba(self) -> MambaShape:

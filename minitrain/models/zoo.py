@@ -164,6 +164,30 @@ _NEMOTRON3 = dict(
     eos_token_id=2,
 )
 
+_OLMO3 = dict(
+    family="olmo3",
+    vocab_size=100278,
+    head_dim=128,
+    max_position_embeddings=65536,
+    norm_eps=1e-6,
+    norm_position="after",
+    qk_norm=True,
+    qk_norm_over_heads=True,
+    rope_theta=500000.0,
+    window_rope_theta=500000.0,
+    rope_scaling=dict(
+        rope_type="yarn",
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        beta_fast=32.0,
+        beta_slow=1.0,
+    ),
+    sliding_window=4096,
+    sliding_window_pattern=4,
+    bos_token_id=None,
+    eos_token_id=100257,
+)
+
 ZOO: dict[str, dict] = {
     "llama3-8b": _LLAMA3 | _LLAMA3_8B,
     "llama3-70b": _LLAMA3 | _LLAMA3_70B,
@@ -185,6 +209,18 @@ ZOO: dict[str, dict] = {
         bos_token_id=151643,
         eos_token_id=151645,
     ),
+    "smollm3-3b": _LLAMA3
+    | _size(2048, 11008, 36, 16, num_key_value_heads=4, norm_eps=1e-6)
+    | dict(
+        family="smollm3",
+        max_position_embeddings=65536,
+        rope_theta=5e6,
+        no_rope_layer_interval=4,
+        tie_word_embeddings=True,
+        eos_token_id=128012,
+    ),
+    "olmo3-7b": _OLMO3 | _size(4096, 11008, 32, 32, num_key_value_heads=32),
+    "olmo3-32b": _OLMO3 | _size(5120, 27648, 64, 40, num_key_value_heads=8),
     "nemotron4-15b": _NEMOTRON4
     | _size(6144, 24576, 32, 48, head_dim=128, initializer_range=0.0134),
     "nemotron4-340b": _NEMOTRON4
@@ -381,7 +417,9 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     if shrunk:
         fields = tiny(fields)
     config = DecoderConfig(**fields | overrides)
-    beyond = [key for key in ("bos_token_id", "eos_token_id") if fields[key] >= config.vocab_size]
+    beyond = [
+        key for key in ("bos_token_id", "eos_token_id") if (fields[key] or 0) >= config.vocab_size
+    ]
     return dataclasses.replace(config, **{key: None for key in beyond if key not in overrides})
 
 

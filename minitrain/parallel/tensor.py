@@ -38,6 +38,8 @@ The other parts of a decoder:
                       dispatches its own tokens, and nothing is gathered here.
     shared experts    Split as an MLP, with its own all-gather and reduce-scatter.
 
+A norm over all heads of queries or keys sums their squares over ranks, one number per token.
+
 With more ranks than key/value heads, k_proj and v_proj are replicated, and a rank uses the rows of
 the one head that its queries attend to. The bias of a row-parallel matrix is replicated, and each
 rank adds 1 / tp of it. The gradient of a replicated parameter is a sum over ranks: DTensor marks it
@@ -72,6 +74,7 @@ from torch.nn import Module
 from minitrain.errors import InputError
 from minitrain.models.quantize import E4M3, E5M2, cast, dequantize, largest, power_of_two_scale
 from minitrain.models.variants import set_variant
+from minitrain.models.video import upcast
 from minitrain.parallel import collectives
 from minitrain.parallel.parts import split_parameters, use_local_tensors
 
@@ -149,6 +152,43 @@ class VocabParallelEmbedding(nn.Embedding):
         x = torch.where(mine[..., None], F.embedding(rows * mine, weight), 0)
         _, reduce_scatter = along_sequence(mesh)
         return reduce_scatter(x)
+
+
+def norm_over_heads(norm: nn.RMSNorm, mesh: DeviceMesh) -> None:
+    """Let a norm over the heads of a token know those of all ranks, in place."""
+    set_variant(norm, RMSNormOverHeads)
+    norm.group_name = mesh.get_group().group_name
+    norm.ranks = mesh.size()
+
+
+class RMSNormOverHeads(nn.RMSNorm):
+    """RMSNorm in fp32 over the heads of all ranks. x: [batch, seq, dim / tp], this rank's heads.
+
+    If several ranks have the same head, each counts it: the mean is over as many copies of all.
+    """
+
+    # the process group of the ranks, and their number
+    group_name: str
+    ranks: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [batch, seq, 1]
+        squares = upcast(x).square().sum(-1, keepdim=True)
+        mean = AllReduce.apply(squares, self.group_name) / (x.shape[-1] * self.ranks)
+        return (x * torch.rsqrt(mean + self.eps)).type_as(x) * self.weight
+
+
+class AllReduce(torch.autograd.Function):
+    """Sum x [...] over ranks. Each uses the sum for its own heads, so gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.name = name
+        return collectives.all_reduce(x, "sum", name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return collectives.all_reduce(grad, "sum", ctx.name), None
 
 
 # --- collectives of [batch, seq, hidden] along seq

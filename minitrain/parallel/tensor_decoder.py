@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from minitrain.models.variants import set_variant
 from minitrain.parallel.mesh import local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.parallel.tensor import along_sequence, present, split_block, split_embedding
+from minitrain.parallel.tensor import (
+    along_sequence,
+    norm_over_heads,
+    present,
+    split_block,
+    split_embedding,
+)
 
 if TYPE_CHECKING:
     from minitrain.models.attention import GroupedQueryAttention
@@ -77,31 +83,41 @@ def split_decoder_block(
 
     all_gather, reduce_scatter: from `along_sequence`.
     """
+    column = COLUMN
     attention = block.self_attn
     mlp = block.mlp
     if hasattr(attention, "k_proj"):
-        share_heads(attention, mesh)
+        column += share_heads(attention, mesh)
     if hasattr(mlp, "experts"):
         split_experts(mlp, mesh, all_gather, reduce_scatter)
         mlp = mlp.shared_experts
     parts = [part for part in (attention, block.mamba, mlp) if part is not None]
-    split_block(block, mesh, present(block, COLUMN), present(block, ROW), parts)
+    split_block(block, mesh, present(block, column), present(block, ROW), parts)
     if hasattr(attention, "kv_b_proj"):
         # latent attention gathers latents, which norms read: `split_block` may have chosen FP8
         attention.gather = all_gather
 
 
-def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> None:
+def share_heads(attention: "GroupedQueryAttention", mesh: DeviceMesh) -> tuple[str, ...]:
     """Let each rank use the rows of k and v of one head, if ranks outnumber key/value heads.
 
+    Return the names of norms that are split as q and k are, since they are over all heads.
     `use_local_tensors` reads `local_rows`, the rows of the weight that a rank computes with.
     """
     heads = len(attention.k_proj.weight) // attention.head_dim
     if mesh.size() > heads:
         # with 2 heads on 4 ranks: head 0, 0, 1, 1
         first = mesh.get_local_rank() * heads // mesh.size() * attention.head_dim
-        for module in (attention.k_proj, attention.v_proj):
+        shared = [attention.k_proj, attention.v_proj]
+        if attention.normalizes_over_heads:
+            shared.append(attention.k_norm)
+        for module in shared:
             module.local_rows = slice(first, first + attention.head_dim)
+    if not attention.normalizes_over_heads:
+        return ()
+    norm_over_heads(attention.q_norm, mesh)
+    norm_over_heads(attention.k_norm, mesh)
+    return "q_norm", "k_norm"
 
 
 def split_experts(

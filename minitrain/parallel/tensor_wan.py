@@ -21,21 +21,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from minitrain.models.variants import set_variant
-from minitrain.models.video import upcast
-from minitrain.parallel.collectives import all_gather, all_reduce
+from minitrain.parallel.collectives import all_gather
 from minitrain.parallel.mesh import local_chunk
 from minitrain.parallel.parts import split_parameters, use_local_tensors
-from minitrain.parallel.tensor import present, split_block
+from minitrain.parallel.tensor import norm_over_heads, present, split_block
 
 if TYPE_CHECKING:
     from minitrain.models.wan import Wan
 
-COLUMN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
+COLUMN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj")
 OVER_HEADS = ("norm_q", "norm_k", "norm_added_k")
 ROW = ("to_out.0", "net.2")
 
@@ -50,8 +48,7 @@ def tensor_parallel_wan(model: "Wan", mesh: DeviceMesh) -> None:
     for block in model.blocks:
         for path, module in block.named_modules():
             if path.endswith(OVER_HEADS):
-                set_variant(module, RMSNormOverHeads)
-                module.group_name = name
+                norm_over_heads(module, mesh)
         column = present(block, COLUMN + OVER_HEADS)
         split_block(block, mesh, column, ROW, (block.attn1, block.attn2, block.ffn))
     outer = [model.patch_embedding, model.condition_embedder, model.proj_out, model.adaln]
@@ -68,32 +65,6 @@ def use_all(units: list[nn.Module], first: nn.Module, inputs: tuple) -> None:
     """Let all `units` compute with local tensors, as a forward pre-hook of one of them."""
     for unit in units:
         use_local_tensors(unit, inputs)
-
-
-class RMSNormOverHeads(nn.RMSNorm):
-    """RMSNorm in fp32 over the heads of all ranks. x: [batch, seq, dim / tp], this rank's heads."""
-
-    # the process group of the ranks
-    group_name: str
-
-    def forward(self, x: Tensor) -> Tensor:
-        # [batch, seq, 1]; normalized_shape is (dim,), of all ranks
-        squares = upcast(x).square().sum(-1, keepdim=True)
-        mean = AllReduce.apply(squares, self.group_name) / self.normalized_shape[0]
-        return (x * torch.rsqrt(mean + self.eps)).type_as(x) * self.weight
-
-
-class AllReduce(torch.autograd.Function):
-    """Sum x [...] over ranks. Each uses the sum for its own heads, so gradients are summed too."""
-
-    @staticmethod
-    def forward(ctx, x, name):
-        ctx.name = name
-        return all_reduce(x, "sum", name)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_reduce(grad, "sum", ctx.name), None
 
 
 class GatherTokens(torch.autograd.Function):

@@ -38,7 +38,15 @@ RECOMPILE_LIMIT = 64
 MAX_LOOP_QUERIES = 8
 
 
-class OpaqueCache:
+class UnrecordedCache:
+    """A cache of compiled steps: grpo.replay_routing, which asks for experts, is refused with them."""
+
+    def record(self, indices: Tensor) -> None:
+        # int64 [tokens, top_k]
+        pass
+
+
+class OpaqueCache(UnrecordedCache):
     """A layer's cache as a graph break. Arguments are those of the cache's own methods.
 
     In decoding on CUDA the new keys and values are written before the break, by the kernels that
@@ -82,7 +90,7 @@ class OpaqueCache:
         return self.layer.mix(*args)
 
 
-class TracedCache:
+class TracedCache(UnrecordedCache):
     """A layer's KV cache in this step as plain tensors, which the compiler traces.
 
     Methods are those of PagedKVCache, and `attend_to_rows` of cpu.py.

@@ -218,7 +218,7 @@ def representatives(config: Config) -> dict[int, int]:
     model = config.model.config
     first = {}
     alike = {}
-    kinds = [(*model.parts(layer), model.windowed(layer)) for layer in range(model.num_layers)]
+    kinds = [model.kind(layer) for layer in range(model.num_layers)]
     for place in range(config.parallel.pp):
         parts = stages_of(config, place).values()
         held = tuple(

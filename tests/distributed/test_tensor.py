@@ -111,6 +111,7 @@ def test_layouts(pool, world_size, parallel):
     [
         (1, {"name": "qwen2.5-7b-tiny"}, {}),
         (2, {"name": "qwen3-32b-tiny"}, {"recompute": "full"}),
+        (2, {"name": "olmo3-7b-tiny"}, {}),
         (1, {"name": "gpt-oss-20b-tiny"}, {"parallel": {"tp": 2, "dp_shard": 2}}),
         (
             2,

@@ -20,7 +20,8 @@ from minitrain.parallel import tensor
 from minitrain.parallel.context import context_parallel
 from minitrain.parallel.fsdp import shard
 from minitrain.parallel.shards import full_tensor
-from minitrain.parallel.tensor_wan import RMSNormOverHeads, tensor_parallel_wan
+from minitrain.parallel.tensor import RMSNormOverHeads
+from minitrain.parallel.tensor_wan import tensor_parallel_wan
 from tests.helpers.gradients import assert_same_gradients, relative
 
 CONFIG = WanConfig(
@@ -138,8 +139,8 @@ def test_modulations_rotations_and_norms_over_heads_are_rounded_once():
         RMSNormOverHeads(CONFIG.dim, CONFIG.eps).bfloat16(),
         mock.Mock(apply=lambda x, name: x),
     )
-    norm.group_name = ""
-    with mock.patch("minitrain.parallel.tensor_wan.AllReduce", of_one_rank):
+    norm.group_name, norm.ranks = "", 1
+    with mock.patch("minitrain.parallel.tensor.AllReduce", of_one_rank):
         check_rounded_once(norm(x), F.rms_norm(x.double(), [CONFIG.dim], eps=CONFIG.eps))
 
 

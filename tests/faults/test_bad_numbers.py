@@ -23,7 +23,7 @@ from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.parallel.shards import local_shard
-from minitrain.run.checkpoint.checkpoint_files import Writer
+from minitrain.run.checkpoint.checkpoint_index import Writer
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.failures import recorded

@@ -750,7 +750,7 @@ def test_tensorboard_gets_all_numbers_in_groups_and_config_and_pictures(run, mon
             "peak_memory_gib",
             "wall_time_s",
         },
-        "train": {"loss", "grad_norm", "lr", "tokens", "skipped"},
+        "train": {"loss", "grad_norm", "lr", "tokens", "step_tokens", "skipped"},
     }
     for line in lines(out):
         assert line.keys() - {"step", "batch"} <= set().union(*groups.values())
@@ -807,9 +807,9 @@ def test_a_logger_of_ones_own_gets_each_steps_numbers_and_ends_no_run(run, capsy
         ("tests.faults.test_observability:noted", "metrics.logger=.* is a list, not a function"),
     ],
 )
-def test_a_logger_that_is_none(run, name, problem):
+def test_a_wrong_logger_is_refused_before_the_data_is_opened(run, name, problem):
     with pytest.raises(InputError, match=f"^{problem}"):
-        run([], metrics={"logger": name})
+        run([], metrics={"logger": name}, data={"kind": "text", "path": "/no/such/file"})
 
 
 def test_numbers_that_json_has_not_are_null():

@@ -535,7 +535,8 @@ def test_rewards_that_raise():
 def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(grpo_task, "start", None)
     with pytest.raises(
-        InputError, match="grpo.reward='exakt' is not exact, math, math_verify or package"
+        InputError,
+        match="grpo.reward='exakt' is not exact, math, math_verify, a reward model's folder or package",
     ):
         GrpoTask(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
 

@@ -18,9 +18,11 @@ from transformers import (
     MixtralConfig,
     NemotronConfig,
     NemotronHConfig,
+    Olmo3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from minitrain import InputError, load_pretrained
@@ -48,29 +50,37 @@ LLAMA3_ROPE = dict(
 )
 
 
-def _theta(theta: float) -> dict:
+def theta_of(theta: float) -> dict:
     return dict(rope_type="default", rope_theta=theta)
 
 
 CONFIGS = {
-    "llama3": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, rope_parameters=_theta(500.0)),
+    "llama3": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, rope_parameters=theta_of(500.0)),
     "llama3.1": lambda: LlamaConfig(
         **_SIZES, rms_norm_eps=1e-3, rope_parameters=dict(LLAMA3_ROPE)
     ),
     "llama3-tied": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, tie_word_embeddings=True),
-    "qwen2.5": lambda: Qwen2Config(**_SIZES, rms_norm_eps=1e-3, rope_parameters=_theta(1000.0)),
+    "qwen2.5": lambda: Qwen2Config(**_SIZES, rms_norm_eps=1e-3, rope_parameters=theta_of(1000.0)),
     "qwen3": lambda: Qwen3Config(
-        **_SIZES, head_dim=16, rms_norm_eps=1e-3, rope_parameters=_theta(1000.0)
+        **_SIZES, head_dim=16, rms_norm_eps=1e-3, rope_parameters=theta_of(1000.0)
     ),
     "qwen3-tied": lambda: Qwen3Config(
         **_SIZES, head_dim=16, rms_norm_eps=1e-3, tie_word_embeddings=True
+    ),
+    "smollm3": lambda: SmolLM3Config(
+        **_SIZES,
+        rms_norm_eps=1e-3,
+        no_rope_layer_interval=2,
+        tie_word_embeddings=False,
+        rope_parameters=theta_of(1000.0),
+        pad_token_id=None,
     ),
     "nemotron": lambda: NemotronConfig(**_SIZES, norm_eps=1e-3, partial_rotary_factor=0.5),
 }
 
 _MOE = dict(num_experts_per_tok=3, moe_intermediate_size=32)
 # of the 4 pairs of an 8-wide head, 2 turn at least once in 32 positions and stay, one is mixed, and the last is divided
-_YARN = dict(
+YARN = dict(
     rope_type="yarn",
     rope_theta=100.0,
     factor=8.0,
@@ -93,13 +103,23 @@ _DEEPSEEK = _SIZES | dict(
     qk_rope_head_dim=8,
     v_head_dim=10,
 )
+# layers with a window have rotary settings of their own
+WINDOW_CONFIGS = {
+    "olmo3": lambda: Olmo3Config(
+        **_SIZES | dict(num_hidden_layers=5),
+        rms_norm_eps=1e-3,
+        sliding_window=8,
+        rope_parameters=dict(full_attention=YARN, sliding_attention=theta_of(1000.0)),
+        pad_token_id=None,
+    )
+}
 MOE_CONFIGS = {
     "mixtral": lambda: MixtralConfig(
         **_SIZES,
         num_local_experts=8,
         num_experts_per_tok=2,
         rms_norm_eps=1e-3,
-        rope_parameters=_theta(500.0),
+        rope_parameters=theta_of(500.0),
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **_SIZES,
@@ -108,21 +128,21 @@ MOE_CONFIGS = {
         norm_topk_prob=True,
         head_dim=16,
         rms_norm_eps=1e-3,
-        rope_parameters=_theta(1000.0),
+        rope_parameters=theta_of(1000.0),
     ),
     "deepseek-v3": lambda: DeepseekV3Config(
         **_DEEPSEEK,
         n_group=4,
         topk_group=2,
         routed_scaling_factor=2.5,
-        rope_parameters=_YARN | dict(mscale=0.7, mscale_all_dim=1.0),
+        rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=1.0),
     ),
     "kimi-k2": lambda: DeepseekV3Config(
         **_DEEPSEEK,
         n_group=1,
         topk_group=1,
         routed_scaling_factor=2.827,
-        rope_parameters=_YARN | dict(beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+        rope_parameters=YARN | dict(beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
     ),
     "gpt-oss": lambda: GptOssConfig(
         **_SIZES | dict(num_hidden_layers=3),
@@ -131,7 +151,7 @@ MOE_CONFIGS = {
         num_experts_per_tok=3,
         sliding_window=8,
         rms_norm_eps=1e-3,
-        rope_parameters=_YARN | dict(truncate=False),
+        rope_parameters=YARN | dict(truncate=False),
     ),
 }
 
@@ -191,7 +211,7 @@ HYBRID_CONFIGS = {
 
 def build(family: str, seed: int = 0, **changes):
     """Return the transformers model in fp32 with eager attention and random parameters."""
-    config = (CONFIGS | MOE_CONFIGS | HYBRID_CONFIGS)[family]()
+    config = (CONFIGS | WINDOW_CONFIGS | MOE_CONFIGS | HYBRID_CONFIGS)[family]()
     config.update(changes)
     # transformers draws Mamba's initial dt_bias from this generator
     torch.manual_seed(seed)
@@ -291,12 +311,24 @@ def refused(call, *parts):
         assert str(part) in message, message
 
 
-def in_our_layout(name, gradient, gpt_oss):
-    """Return our name and layout of transformers' gradient.
+# names of norms that other families have in another place: transformers' -> ours
+OUR_NAMES = {
+    "olmo3": {
+        "post_attention_layernorm": "mixer_output_norm",
+        "post_feedforward_layernorm": "mlp_output_norm",
+    }
+}
+
+
+def in_our_layout(name, gradient, kind):
+    """Return our name and layout of transformers' gradient. kind: its `model_type`.
 
     transformers stacks experts too: GPT-OSS's transposed, the others with all gate rows before all up rows.
     """
+    gpt_oss = kind == "gpt_oss"
     name = name.replace(".router.", ".gate.")
+    parts = [OUR_NAMES.get(kind, {}).get(part, part) for part in name.split(".")]
+    name = ".".join(parts)
     if gpt_oss and name.endswith(("gate_up_proj", "down_proj")):
         gradient = gradient.transpose(1, 2)
     if not gpt_oss and "gate_up_proj" in name:
@@ -307,8 +339,8 @@ def in_our_layout(name, gradient, gpt_oss):
 def assert_same(found, expected, ours, theirs):
     """Check that logits and all gradients agree."""
     compare_and_differentiate(found, expected)
-    gpt_oss = theirs.config.model_type == "gpt_oss"
-    expected = dict(in_our_layout(name, p.grad, gpt_oss) for name, p in theirs.named_parameters())
+    kind = theirs.config.model_type
+    expected = dict(in_our_layout(name, p.grad, kind) for name, p in theirs.named_parameters())
     found = {name: p.grad for name, p in ours.named_parameters()}
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -99,6 +99,4 @@ def as_on_cuda(layer):
 
 
 def kinds_of_layers(config) -> int:
-    return len(
-        {(config.parts(layer), config.windowed(layer)) for layer in range(config.num_layers)}
-    )
+    return len({config.kind(layer) for layer in range(config.num_layers)})

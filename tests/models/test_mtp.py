@@ -199,7 +199,7 @@ def test_layers_of_deepseek_are_those_of_transformers(tmp_path):
             name = f"model.layers.{4 + int(match[1])}{match[2]}"
             for part, mine in names.items():
                 name = name.replace(part, mine)
-        gradients |= dict([in_our_layout(name, parameter.grad, gpt_oss=False)])
+        gradients |= dict([in_our_layout(name, parameter.grad, kind="deepseek_v3")])
     for name, parameter in model.named_parameters():
         other = gradients[name]
         assert other.norm() > 0, name

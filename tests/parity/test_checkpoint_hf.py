@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from tests.helpers.hf_models import (
     CONFIGS,
     HYBRID_CONFIGS,
     MOE_CONFIGS,
+    WINDOW_CONFIGS,
+    YARN,
     build,
     compare_with_transformers,
     edit_json,
@@ -28,6 +32,7 @@ from tests.helpers.hf_models import (
     random_tokens,
     refused,
     reload,
+    theta_of,
 )
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -44,7 +49,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 40_000])
-@pytest.mark.parametrize("family", [*CONFIGS, *MOE_CONFIGS, *HYBRID_CONFIGS])
+@pytest.mark.parametrize("family", [*CONFIGS, *WINDOW_CONFIGS, *MOE_CONFIGS, *HYBRID_CONFIGS])
 def test_transformers_reads_what_we_write(family, max_shard_bytes, tmp_path):
     theirs, tokens = build(family), random_tokens(2, 40)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_bytes)
@@ -77,7 +82,36 @@ def test_both_spellings_of_rotary_settings(family, tmp_path):
         assert read_config(tmp_path / "old") == read_config(tmp_path / "new")
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
+@pytest.mark.parametrize("theta", [None, 500000.0, 1000.0])
+def test_rotary_settings_of_windows_as_transformers_4_writes_them(theta, scaling, tmp_path):
+    """OLMo 3: the scaling is for layers without a window, the base for all.
+
+    transformers 5.24 forgets another base than its default in the others (`convert_rope_params_to_dict`).
+    """
+    rope = theta or 500000.0
+    kinds = dict(full_attention=theta_of(rope), sliding_attention=theta_of(rope))
+    if scaling:
+        kinds["full_attention"] = scaling | dict(
+            rope_theta=rope, attention_factor=0.1 * math.log(8) + 1
+        )
+    theirs, tokens = build("olmo3", rope_parameters=kinds), random_tokens(1, 60)
+    theirs.save_pretrained(tmp_path / "new")
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    old = {key: kinds["full_attention"][key] for key in scaling or () if key != "rope_theta"}
+    edit_json(
+        tmp_path / "old/config.json",
+        rope_parameters=None,
+        rope_theta=theta,
+        rope_scaling=old or None,
+    )
+    for folder in ("old", "new"):
+        found = load_pretrained(tmp_path / folder)
+        torch.testing.assert_close(found(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    assert read_config(tmp_path / "old") == read_config(tmp_path / "new")
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *WINDOW_CONFIGS])
 def test_config_means_the_same_in_transformers(family, tmp_path):
     """Token ids and sizes that no logit depends on survive both ways."""
     theirs = build(
@@ -315,6 +349,10 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
         ("qwen2.5", dict(use_sliding_window=True), ["use_sliding_window"]),
         ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), ["layer_types"]),
         ("qwen3", dict(attention_bias=True), ["attention_bias"]),
+        ("smollm3", dict(no_rope_layers=[0, 1]), ["no_rope_layers=[0, 1]", "interval=2"]),
+        ("smollm3", dict(no_rope_layers=[1]), ["no_rope_layers=[1]", "interval=2"]),
+        ("smollm3", dict(no_rope_layer_interval=3), ["no_rope_layers=[1, 0]", "interval=3"]),
+        ("smollm3", dict(use_sliding_window=True), ["use_sliding_window=True"]),
         ("nemotron", dict(hidden_act="silu"), ["hidden_act", "relu2"]),
         ("qwen3-moe", dict(norm_topk_prob=1), ["norm_topk_prob=1 must be true or false"]),
         ("qwen3-moe", dict(mlp_only_layers=[0]), ["mlp_only_layers=[0]", "must be []"]),
@@ -335,6 +373,22 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
             dict(quantization_config=dict(quant_method="fp8")),
             ["fp8", "MixtralForCausalLM must have none"],
         ),
+        (
+            "olmo3",
+            dict(layer_types=["full_attention"] * 5),
+            ["layer_types", "sliding_attention, full"],
+        ),
+        (
+            "olmo3",
+            dict(rope_parameters={"sliding_attention": {"rope_type": "yarn"}}),
+            ["rope_type 'yarn' of layers with a window"],
+        ),
+        (
+            "olmo3",
+            dict(rope_parameters={"full_attention": {}, "sliding_attention": 1}),
+            ["each kind"],
+        ),
+        ("olmo3", dict(rope_scaling=YARN | dict(attention_factor=2.0)), ["attention_factor=2.0"]),
         ("gpt-oss", dict(rope_parameters=dict(rope_type="yarn")), ["key factor is missing"]),
         ("gpt-oss", dict(original_max_position_embeddings=16), ["embeddings=16 contradicts 32"]),
         (

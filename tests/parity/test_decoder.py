@@ -9,6 +9,7 @@ from tests.helpers.hf_models import (
     CONFIGS,
     LLAMA3_ROPE,
     MOE_CONFIGS,
+    WINDOW_CONFIGS,
     assert_same,
     build,
     packed,
@@ -16,7 +17,7 @@ from tests.helpers.hf_models import (
 )
 
 
-@pytest.fixture(params=[*CONFIGS, *MOE_CONFIGS])
+@pytest.fixture(params=[*CONFIGS, *WINDOW_CONFIGS, *MOE_CONFIGS])
 def pair(request, tmp_path):
     """The same weights in transformers and here, through a checkpoint on disk."""
     theirs = build(request.param)

@@ -214,7 +214,8 @@ def test_weights_and_parameters_by_hand(name):
     if c.mlp == "gelu":  # GPT-3: biases everywhere, learned positions
         biases += 2 * c.hidden_size + c.intermediate_size
     norms = (2 * c.num_layers + 1) * c.hidden_size * (1 if c.norm == "rmsnorm" else 2)
-    small = c.num_layers * (biases + (2 * c.head_dim if c.qk_norm else 0)) + norms
+    heads = c.num_attention_heads + c.num_key_value_heads if c.qk_norm_over_heads else 2
+    small = c.num_layers * (biases + (heads * c.head_dim if c.qk_norm else 0)) + norms
     lookups = 0 if c.tie_word_embeddings else c.vocab_size
     lookups += c.max_position_embeddings if c.position_embedding == "learned" else 0
     assert work.parameters == work.weights + lookups * c.hidden_size + small

@@ -27,6 +27,7 @@ from minitrain.data.chat.chat_templates import (
 from minitrain.data.records import other_task, text_of
 from minitrain.data.text.text_rows import Sample
 from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
+from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, located
 from minitrain.training.loss import IGNORE
 
@@ -213,7 +214,7 @@ COUNTING_WORDS = {
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def read_messages(record: dict) -> Chat:
+def read_messages(record: dict, words: Wording = SETTINGS) -> Chat:
     """Return the messages of one JSON object.
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or
@@ -226,7 +227,7 @@ def read_messages(record: dict) -> Chat:
     for key in ("label", "kto_tag", "desirable"):
         if record.get(key) is False:
             raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
-    turns = with_system(_read_layout(record), record)
+    turns = with_system(_read_layout(record, words), record)
     return turns if learned else [turn._replace(learned=False) for turn in turns]
 
 
@@ -285,7 +286,7 @@ def read_value(record: dict, key: str, kind: type) -> Any:
     return value or None
 
 
-def _read_layout(record: dict) -> Chat:
+def _read_layout(record: dict, words: Wording) -> Chat:
     if chat := chat_key(record):
         refuse_unread(record, UNREAD_BESIDE_MESSAGES, "the messages")
         turns = read_turns(record, chat)
@@ -300,7 +301,7 @@ def _read_layout(record: dict) -> Chat:
         response = usual_key(record, RESPONSES)
         if prompt is None or response is None:
             raise InputError(
-                other_task(record, "pretrain")
+                other_task(record, words, "document")
                 or "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
                 f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
             )

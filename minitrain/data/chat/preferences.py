@@ -34,6 +34,7 @@ from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, other_task, read_records
 from minitrain.data.text.text_rows import Row, Sample
 from minitrain.data.tokenizer import fitting_tokenizer
+from minitrain.data.wording import SETTINGS
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config
@@ -119,7 +120,7 @@ def read_pair(record: dict) -> list[Chat]:
     Raises InputError for a line that is no such pair.
     """
     if any(record.get(key) is None for key in SIDES) and (
-        other := other_task(record, "sft", "pretrain")
+        other := other_task(record, SETTINGS, "chat", "document")
     ):
         raise InputError(f"{other} (a pair has 'chosen' and 'rejected')")
     beside = {key: value for key, value in record.items() if key not in SIDES}

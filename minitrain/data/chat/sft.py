@@ -24,6 +24,7 @@ from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, counted, other_task, read_records
 from minitrain.data.text.text_rows import Mock, Row, Sample
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer
+from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config, Data
@@ -66,17 +67,21 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
 
 
 def read_samples(
-    data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips
+    data: Data,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    skips: Skips,
+    words: Wording = SETTINGS,
 ) -> Iterator[Sample]:
     """Yield the samples of all lines of all files, in order and however long."""
 
     def read(record: dict) -> Sample:
-        if other := other_task(record, "dpo"):
+        if other := other_task(record, words, "pair"):
             raise InputError(other)
-        messages = read_messages(record)
+        messages = read_messages(record, words)
         return make_sample(*encode_chat(messages, template, tokenizer, read_shown(record)))
 
-    return read_records(find_files(data), read, skips)
+    return read_records(find_files(data, words), read, skips, words)
 
 
 def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:

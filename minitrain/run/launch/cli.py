@@ -6,8 +6,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -16,28 +16,6 @@ from tqdm import tqdm
 from minitrain.errors import InputError, as_input_error
 from minitrain.run.config.environment import group_is_up, tell_torchrun
 from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
-
-# Messages about data are worded for `train`, which has settings. For commands that have options
-# instead, these words are replaced: words for `train` -> words for any of these commands
-IN_OPTIONS = {
-    "data.path: no file matches": "no file matches",
-    "data.path=DIR": "give DIR",
-    "data.kind=": "--kind ",
-    "data.field": "--field",
-    " (data.exclude leaves files out)": "",
-}
-# command -> words for `train` -> its own words
-OF_COMMAND = {
-    "evaluate": {
-        "chats need task=sft or lora, pairs task=dpo": "chats need --chat",
-        ", for task=pretrain": " (leave --chat out)",
-        ", for task=dpo": ", and evaluate has no use for pairs",
-    },
-    "generate": {"data.kind=text reads texts": "lines of text stand in a file of another ending"},
-    "tokenize": {
-        "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
-    },
-}
 
 # a command-line option: (type or list of choices, default or ... if it is required, help)
 Option = tuple[Callable[[str], Any] | list[str], Any, str]
@@ -114,20 +92,6 @@ def positive(
     # argparse shows this name in its message for a text that is no number
     parse.__name__ = kind.__name__
     return parse
-
-
-@contextmanager
-def in_options(command: str) -> Iterator[None]:
-    """Replace words of an InputError by the command's own, for a command in OF_COMMAND."""
-    try:
-        yield
-    except InputError as error:
-        if command not in OF_COMMAND:
-            raise
-        message = str(error)
-        for words, own in (OF_COMMAND[command] | IN_OPTIONS).items():
-            message = message.replace(words, own)
-        raise InputError(message) from error
 
 
 # an argparse type that expands ~, because shells do not expand it in words such as --out=~/new
