@@ -264,8 +264,8 @@ def forward_and_backward(
 
 
 def decode(rows: int, context: int, **options) -> Iterator[Kernel]:
-    """Yield a decoding step's attention of Llama 3 8B over pages of 128 tokens, as in rollout/caches.py."""
-    from minitrain.rollout.caches import DecodingStep
+    """Yield a decoding step's attention of Llama 3 8B over pages of 128 tokens, as in rollout/kv_cache.py."""
+    from minitrain.rollout.steps import DecodingStep
 
     size = 128
     heads = 8

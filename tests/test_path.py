@@ -10,8 +10,7 @@ from tests.helpers.path import PACKAGE, decoding_step, lines_on_path, train_comm
 pytestmark = pytest.mark.budget
 
 DECODING_FUNCTIONS = 62
-# with the model's shape, which says for each layer whether it rotates and has a window
-TRAINING_FILES = 11
+TRAINING_FILES = 10
 # share on the path
 TRAINING_LINES = 0.34
 # of `minitrain train`, which a plain run should not need more of for features that are off

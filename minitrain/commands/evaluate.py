@@ -12,7 +12,6 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from minitrain.data import wording
@@ -34,6 +33,8 @@ OPTIONS = {
     "--seq-len": (cli.positive(int), 2048, "longer documents are cut, longer chats left out"),
     "--out": (cli.home_path, None, "with --choices: a .jsonl file for each choice's numbers"),
     "--device": (["auto", "cpu", "cuda"], "auto", "where to compute"),
+    "--chat": (bool, False, "with exact matches, token by token"),
+    "--choices": (bool, False, "of HellaSwag, ARC or MMLU"),
 }
 
 
@@ -46,8 +47,6 @@ WORDING = wording.OPTIONS._replace(
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(OPTIONS, prog="minitrain evaluate", description=__doc__)
-    parser.add_argument("--chat", action="store_true", help="with exact matches, token by token")
-    parser.add_argument("--choices", action="store_true", help="of HellaSwag, ARC or MMLU")
     parser.add_argument("files", nargs="+")
     options = parser.parse_args(arguments)
     lined = options.chat or options.choices
@@ -70,9 +69,8 @@ def main(arguments: list[str]) -> None:
     seq_len = min(options.seq_len, model.config.max_position_embeddings)
     measure = measure_choices if options.choices else measure_loss
     print(measure(options, model, tokenizer, seq_len))
-    adapter = f" --adapter {quote(options.adapter)}" if options.adapter else ""
     chat = " --chat" if options.chat else ""
-    print(f"next: minitrain generate --model {quote(options.model)}{adapter}{chat} --prompt TEXT")
+    print(f"next: minitrain generate {cli.model_words(options)}{chat} --prompt TEXT")
 
 
 def each_row(rows: "Chats", model: "Decoder") -> "Iterator[tuple[int, Batch]]":

@@ -10,17 +10,13 @@ from minitrain.commands.generate_answers import answer_prompts, answered_before,
 from minitrain.data import wording
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
-    CHATS,
-    PROMPTS,
-    SHOWN,
-    SYSTEMS,
-    UNREAD_BESIDE_PROMPT,
     encode_question,
     end_of_reply,
     read_shown,
     refuse_unread,
     with_system,
 )
+from minitrain.data.chat.keys import CHATS, PROMPTS, SHOWN, SYSTEMS, UNREAD_BESIDE_PROMPT
 from minitrain.data.chat.problems import read_question
 from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder

@@ -27,7 +27,7 @@ from minitrain.errors import InputError
 from minitrain.run.launch import cli
 
 if TYPE_CHECKING:
-    from minitrain.data.tokenizer import Tokenizer
+    pass
 
 # groups of files, at most
 MOST = 1024
@@ -54,8 +54,7 @@ def main(arguments: list[str]) -> None:
     if tokenizer.eos_id is None:
         raise InputError(f"--tokenizer {options.tokenizer} names no eos, which ends documents")
     out = Path(options.out)
-    if out.exists():
-        raise InputError(f"--out {out} exists already (name a new folder)")
+    cli.check_new(out)
     files, note = find_documents(options.files, options.field, options.kind, WORDING)
     size = 1 + (len(files) - 1) // MOST
     groups = [files[start : start + size] for start in range(0, len(files), size)]
@@ -64,7 +63,11 @@ def main(arguments: list[str]) -> None:
     try:
         write = partial(write_tokens, options.tokenizer, options.field, work, kind=options.kind)
         counts = write_groups(write, groups, options.processes)
-        move_tokens(work, len(groups), tokenizer, out)
+        with cli.new_folder(out) as whole:
+            tokenizer.save(whole)
+            for number in range(len(groups)):
+                name = f"{number:05d}.npy"
+                (work / name).replace(whole / name)
     except BaseException:
         if done := len([*work.glob("*.done")]):
             kept = f"{done:,} of {len(groups):,} files: the same command continues"
@@ -129,16 +132,3 @@ def write_tokens(
     counts = len(corpus.lengths), len(corpus)
     done.write_text(f"{counts[0]} {counts[1]} {made_of}")
     return counts
-
-
-def move_tokens(work: Path, count: int, tokenizer: "Tokenizer", out: Path) -> None:
-    """Make folder `out` of the first `count` files of tokens in `work`, and of their tokenizer."""
-    from minitrain.run.checkpoint.checkpoint_folders import make_empty
-
-    whole = work / "whole"
-    make_empty(whole)
-    tokenizer.save(whole)
-    for number in range(count):
-        name = f"{number:05d}.npy"
-        (work / name).replace(whole / name)
-    whole.rename(out)

@@ -8,11 +8,10 @@ import re
 import pytest
 
 from minitrain.data.chat.chat_templates import (
-    PLAIN,
-    TEMPLATES,
     ChatTemplate,
     Message,
     Rendering,
+    built_in,
     choose_template,
 )
 from minitrain.data.chat.chats import read_calls
@@ -268,7 +267,7 @@ def test_what_tools_answer(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", "chatml", "llama3"])
 def test_our_own_templates(name, tmp_path):
-    template = TEMPLATES[name]
+    template = built_in(name)
     ours = ByteTokenizer()
     if name != "plain":
         ours, _ = tokenizer_with(tmp_path, "", ["<s>", "</s>", *template.special])
@@ -300,7 +299,7 @@ def test_our_own_templates(name, tmp_path):
 
 def test_what_a_model_says_spoils_no_template():
     """Marks, placeholders and half a character in replies, of which later turns are rendered."""
-    dialog = ChatDialog(PLAIN, ByteTokenizer())
+    dialog = ChatDialog(built_in("plain"), ByteTokenizer())
     dialog.ask([{"role": "user", "content": "U"}], {}, None)
     for said in ("\ufdd0", "\ue000a reply\ue000", "{{ x }}", "<tool_call>{}</tool_call>", ""):
         assert dialog.hear([*said.encode(), 257], True) == said
@@ -309,7 +308,7 @@ def test_what_a_model_says_spoils_no_template():
 
 
 def test_a_cut_off_call_is_answered_as_no_call():
-    dialog = ChatDialog(TEMPLATES["chatml"], ByteTokenizer())
+    dialog = ChatDialog(built_in("chatml"), ByteTokenizer())
     with pytest.raises(InputError, match="'tools' is not supported"):
         dialog.ask([{"role": "user", "content": "U"}], {}, TOOLS)
     with pytest.raises(InputError, match="'tools' is not supported"):

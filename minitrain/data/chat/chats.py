@@ -24,8 +24,25 @@ from minitrain.data.chat.chat_templates import (
     Rendering,
     WrittenArguments,
 )
+from minitrain.data.chat.keys import (
+    ARGUMENTS,
+    CHATS,
+    LEARNED_LINE,
+    LEARNED_MESSAGE,
+    MASKS,
+    MASKS_WHERE_0,
+    PROMPTS,
+    RESPONSES,
+    SHAREGPT_ROLES,
+    SHOWN,
+    SYSTEMS,
+    THOUGHTS,
+    UNREAD_BESIDE_MESSAGES,
+    UNREAD_BESIDE_PROMPT,
+    UNREAD_IN_MESSAGE,
+)
 from minitrain.data.records import other_task, text_of
-from minitrain.data.text.text_rows import Sample
+from minitrain.data.sample import Sample
 from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
 from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, located
@@ -98,120 +115,6 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
 
 
 # --- lines of files
-
-# Keys of a line, by what they hold. Of several the first that holds something counts.
-CHATS = ("messages", "conversations")
-PROMPTS = ("prompt", "instruction", "question", "problem", "query", "input")
-RESPONSES = (
-    "response",
-    "completion",
-    "output",
-    "answer",
-    "solution",
-    "generated_solution",
-    "expected_answer",
-)
-SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
-THOUGHTS = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "thought",
-    "thoughts",
-    "think",
-    "chain_of_thought",
-    "cot",
-)
-# of what a template is shown beside the messages
-SHOWN = ("tools", "documents", "enable_thinking", "chat_template_kwargs")
-# of a tool call: OpenAI's, then what Llama 3 writes, LangChain's, and Anthropic's
-ARGUMENTS = ("arguments", "parameters", "args", "input")
-# Keys of what templates and other trainers show to the model or have it say, and is not read here.
-MEDIA = ("images", "image", "videos", "video", "audios", "audio", "files", "attachments")
-UNREAD_IN_LINE = (*MEDIA, "functions", "available_tools", "tool_definitions")
-UNREAD_BESIDE_PROMPT = (
-    *UNREAD_IN_LINE,
-    "history",
-    "document",
-    "contexts",
-    "passages",
-    "passage",
-    "paragraph",
-    "article",
-    "background",
-    "knowledge",
-    "evidence",
-    "references",
-    "premise",
-    "schema",
-    "table",
-    "choices",
-    "options",
-)
-UNREAD_BESIDE_MESSAGES = (*UNREAD_IN_LINE, "context")
-UNREAD_IN_MESSAGE = (
-    *MEDIA,
-    "function_call",
-    "function_calls",
-    "functions",
-    "tools",
-    "tool_plan",
-    "tool_results",
-    "documents",
-    "context",
-    "refusal",
-    "reasoning_details",
-    "channel",
-    "recipient",
-)
-# Keys of what is learned: nothing of a line, or of a message, where one is 0 or false.
-LEARNED_LINE = (
-    "train",
-    "trainable",
-    "learn",
-    "learnable",
-    "weight",
-    "loss_weight",
-    "loss_mask",
-    "loss_scale",
-    "compute_loss",
-    "sample_weight",
-)
-LEARNED_MESSAGE = (*LEARNED_LINE, "training", "loss", "step_loss_mask")
-# Keys that mask in another way, which is refused, as are others with a word that begins so: words
-# of train_on_input, not of constraints.
-MASKS = (
-    "mask",
-    "masked",
-    "is_masked",
-    "completion_mask",
-    "assistant_masks",
-    "ignore",
-    "skip",
-    "rejected",
-    "rejected_response",
-    "rejected_messages",
-    "train_detail",
-    "token_weights",
-)
-MASKING_WORDS = ("train", "learn", "loss", "mask", "weight", "supervis", "ignor", "skip")
-# and that say which or how many, so that 0 and 1 mask nothing
-COUNTING_WORDS = {
-    "batch",
-    "count",
-    "epoch",
-    "id",
-    "ids",
-    "idx",
-    "index",
-    "indices",
-    "num",
-    "number",
-    "score",
-    "step",
-}
-# ShareGPT's names of roles
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def read_messages(record: dict, words: Wording = SETTINGS) -> Chat:
@@ -345,18 +248,13 @@ def is_learned(record: dict, keys: Sequence[str]) -> bool:
 
 
 def masks(key: str, value: Any) -> bool:
-    """Return True if a key is about what is learned, and not empty."""
+    """Return True if a key says that something is not learned, in another way than `is_learned` reads."""
     if key in MASKS:
         return bool(value)
-    # snake_case or camelCase
-    words = {word.lower() for word in re.split("[^A-Za-z]|(?=[A-Z])", key)}
+    values = value if isinstance(value, list) else [value]
     # a loss of 0.0 is a score
-    weighs = any(word.startswith("weight") for word in words)
-    counts = words & COUNTING_WORDS and "mask" not in words
-    if counts or (isinstance(value, float) and not weighs):
-        return False
-    first = value[0] if isinstance(value, list) and value else value
-    return first in (0, 1) and any(word.startswith(MASKING_WORDS) for word in words)
+    is_score = key == "loss" and isinstance(value, float)
+    return key in MASKS_WHERE_0 and 0 in values and not is_score
 
 
 def with_system(turns: Chat, record: dict) -> Chat:

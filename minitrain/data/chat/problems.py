@@ -14,9 +14,6 @@ from collections.abc import Sequence
 
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
-    LEARNED_LINE,
-    PROMPTS,
-    UNREAD_IN_LINE,
     chat_key,
     encode_chat,
     encode_question,
@@ -31,6 +28,7 @@ from minitrain.data.chat.chats import (
     with_system,
     words_of,
 )
+from minitrain.data.chat.keys import LEARNED_LINE, PROMPTS, UNREAD_IN_LINE
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Number, Skips, counted, other_task, read_records

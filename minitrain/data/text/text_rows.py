@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ from minitrain.data.records import (
     read_texts,
     text_of,
 )
+from minitrain.data.sample import Sample
 from minitrain.data.text.corpus import Corpus, join_files, keep_tokens, tokenize
 from minitrain.data.text.token_files import open_tokens
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer, tokenizer_file, with_companions
@@ -213,16 +213,6 @@ def _document(field: str, words: Wording, record: dict) -> str:
     keys = ", ".join(list(record)[:5])
     hint = f"it has {keys}: {words.field} names the key that holds the text"
     return text_of(record, field, f" ({hint}; {words.chats})")
-
-
-class Sample(NamedTuple):
-    """A model's input tokens and labels (next token or IGNORE), int64 [n] each.
-
-    It ends with the last token that has a label, because later ones would not be trained on.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
 
 
 def cut_documents(corpus: Corpus, length: int) -> list[Sample]:

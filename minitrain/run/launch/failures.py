@@ -50,7 +50,7 @@ def recorded(folder: Path) -> Iterator[None]:
 
 
 def explain(error: Exception) -> str | None:
-    """Return one line for failures of torch whose cause and remedy are known."""
+    """Return one line on a failure of torch whose cause and remedy are known; None for others."""
     message = str(error).strip() or type(error).__name__
     if "Timed out waiting" in message:
         return (
