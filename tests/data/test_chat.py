@@ -388,7 +388,7 @@ def test_keys_that_only_sound_like_masks_are_ignored(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_template_is_shown_beside_the_messages(layout):
+def test_keys_of_a_line_that_reach_the_template(layout):
     line = LAYOUTS[layout]
     kwargs = {"enable_thinking": False, "none": None}
     assert read_shown(line | {"enable_thinking": False}) == {"enable_thinking": False}
@@ -471,7 +471,7 @@ def test_turns_with_tools():
         ("schema", "CREATE TABLE t (a)"),
     ],
 )
-def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
+def test_keys_beside_a_prompt_are_refused_not_lost(layout, key, value):
     with pytest.raises(InputError, match=f"^'{key}' is not supported"):
         read_messages(LAYOUTS[layout] | {key: value})
     for key in ("prompt", "question"):

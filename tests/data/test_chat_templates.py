@@ -163,7 +163,7 @@ def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
     "name", [name for name, (_, more) in PUBLISHED.items() if more is not None]
 )
 @pytest.mark.parametrize("chat", ["one turn", "system and two turns", "empty reply"])
-def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
+def test_trained_tokens_are_those_of_trl(tmp_path, name, chat):
     if (name, chat) == ("qwen3", "system and two turns"):
         pytest.skip("TRL's form writes thoughts into earlier turns, too")
     chat, jinja = CHATS[chat], published(name)
@@ -663,7 +663,7 @@ def test_characters_that_stand_for_marks_are_refused(qwens, code):
         ),
     ],
 )
-def test_what_a_template_does_not_show_is_refused(tmp_path, line, message):
+def test_keys_that_a_template_does_not_show_are_refused(tmp_path, line, message):
     """transformers leaves it out without a word."""
     jinja = published("deepseek_r1_distill").replace("tool_calls", "calls") + "{# developer #}"
     ours, _ = tokenizer_with(tmp_path, jinja, specials_in(jinja))
@@ -958,7 +958,7 @@ def test_a_template_that_does_not_show_where_a_reply_ends_has_no_end(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, stored, in_all):
+def test_a_model_tuned_in_a_template_stops_at_its_end_of_reply(tmp_path, lora, stored, in_all):
     """In transformers, too, which asks generation_config.json first; a merged adapter like a tuned model."""
     base, out, merged = (tmp_path / name for name in ("base", "out", "merged"))
     base.mkdir()

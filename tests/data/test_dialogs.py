@@ -187,7 +187,7 @@ SAID = [
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "llama3", "deepseekv3", "gemma3", "phi3"])
-def test_what_follows_a_reply_is_what_the_template_writes_there(name, tmp_path):
+def test_tokens_after_a_reply_are_those_of_the_template(name, tmp_path):
     """The tokens of transformers for the whole chat end in it, right behind the reply's own end."""
     jinja = published(name)
     ours, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
@@ -218,7 +218,7 @@ def end_of(name, theirs):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_tools_answer(name, tmp_path):
+def test_tool_calls_are_found_and_answers_rendered_as_in_transformers(name, tmp_path):
     """Calls are found in the reply, and their answers follow it as in transformers' rendering of the whole chat."""
     jinja = published(name)
     marks = re.findall(r"</?tool_(?:call|response)>", jinja)
@@ -297,7 +297,7 @@ def test_our_own_templates(name, tmp_path):
     assert text.removeprefix("<s>") == rendered.replace("\ufdd2", "")
 
 
-def test_what_a_model_says_spoils_no_template():
+def test_replies_with_template_marks_do_not_spoil_later_turns():
     """Marks, placeholders and half a character in replies, of which later turns are rendered."""
     dialog = ChatDialog(built_in("plain"), ByteTokenizer())
     dialog.ask([{"role": "user", "content": "U"}], {}, None)

@@ -64,7 +64,7 @@ def test_western_text_of_one_byte_a_letter(tmp_path, text, code):
 
 
 @pytest.mark.parametrize("code", ["gbk", "big5", "shift-jis", "euc-kr", "cp437", "koi8-r"])
-def test_what_nobody_can_tell_is_not_guessed_as_western(code):
+def test_unrecognized_encodings_are_not_called_western(code):
     text = "\u4f60\u597d" if code in ("gbk", "big5", "shift-jis") else "\uc548\ub155"
     text = {"cp437": "caf\u00e9", "koi8-r": "\u041f\u0440\u0438\u0432\u0435\u0442"}.get(
         code, text
@@ -177,7 +177,7 @@ def test_the_remedies_work():
     assert json.loads(json.dumps(eval(written("repr")))) == RECORD
 
 
-def test_nothing_is_guessed_of_what_is_broken_elsewhere():
+def test_json_that_is_broken_elsewhere_gets_no_hint():
     for text in (
         '{"a" 1}',
         '{"a": 1 "b": 2}',

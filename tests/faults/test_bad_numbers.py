@@ -443,7 +443,7 @@ def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeyp
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_the_user_says_of_algorithms_stays(monkeypatch):
+def test_deterministic_runs_keep_the_users_algorithms(monkeypatch):
     own = {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "^NVLS,NVLSTree,CollnetDirect,CollnetChain",

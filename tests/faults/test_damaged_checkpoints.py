@@ -298,7 +298,7 @@ def save_and_start_while_files_are_read(folder):
     return found, told.getvalue()
 
 
-def test_what_cannot_be_removed_ends_no_run(pool, tmp_path):
+def test_files_that_cannot_be_removed_end_no_run(pool, tmp_path):
     found, told = pool.run(1, save_and_start_while_files_are_read, tmp_path)[0]
     assert found == {"step": 2}
     why = "cannot be removed: [Errno 39] Directory not empty: '.nfs01'"
