@@ -164,6 +164,8 @@ class Optim:
     states: Literal["fp32", "bf16"] = "fp32"  # type of AdamW's moments
     # round weights and states that are stored in bf16 stochastically; Muon's weights need it there
     stochastic_rounding: bool = False
+    # keep AdamW's moments on the host and update there; gradients go to it, and weights come back
+    offload: bool = False
     # decay of the weights' moving average (training/ema.py); 0: no average
     ema: float = number(0.0, 0, below=1)
     ema_warmup: bool = False  # use a smaller decay of the average in the first steps

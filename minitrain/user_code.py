@@ -60,9 +60,9 @@ def load_function(setting: str, name: str, example: dict, others: str = "") -> C
         found = load_from(name)
     # a module can raise whatever Python raises
     except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{setting} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        # of a missing file, repr leaves out the name
+        reason = error if isinstance(error, OSError) else repr(error)
+        raise InputError(f"{setting} cannot be imported: {reason}") from error
     if not callable(found):
         raise InputError(f"{setting} is a {type(found).__name__}, not a function")
     try:

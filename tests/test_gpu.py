@@ -23,6 +23,7 @@ from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
+from minitrain.parallel import activation_offload
 from minitrain.parallel.shards import full_tensor, local_shard
 from minitrain.parallel.tensor import along_sequence
 from minitrain.rollout import engine
@@ -128,6 +129,23 @@ def check_updates(tolerance: float, steps: int = 2, **changes) -> None:
 )
 def test_training_equals_that_on_the_cpu(changes, tolerance):
     check_updates(tolerance, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "bf16", "compile": True}, {"lora": {"rank": 4}}], ids=str
+)
+def test_offload_changes_no_bit(monkeypatch, changes):
+    """Of activations with SGD, and of AdamW's states with its update on the CPU, which may round otherwise."""
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1 << 10)
+    plain = updates("cuda", deterministic=True, **changes)
+    moved = updates("cuda", deterministic=True, recompute="offload", **changes)
+    assert all(torch.equal(moved[name], plain[name]) for name in plain)
+    one, other = (
+        updates("cuda", deterministic=True, optim={"lr": 0.01, "offload": on}, **changes)
+        for on in (True, False)
+    )
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -127,6 +127,10 @@ def time_traces(
 
 def check_simulated(config: Config, system: System) -> None:
     """Raise InputError for copies to the host, and for FP8 products that the system dequantizes."""
+    if config.optim.offload:
+        raise InputError(
+            "optim.offload=true is not simulated: its copies need a bus (leave it out)"
+        )
     if config.recompute == "offload":
         raise InputError("recompute=offload is not simulated: its copies need a bus (use full)")
     form = config.fp8.form
