@@ -61,7 +61,7 @@ def load_function(setting: str, name: str, example: dict, others: str = "") -> C
     # a module can raise whatever Python raises
     except (Exception, SystemExit) as error:
         # of a missing file, repr leaves out the name
-        reason = error if isinstance(error, OSError) else repr(error)
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else repr(error)
         raise InputError(f"{setting} cannot be imported: {reason}") from error
     if not callable(found):
         raise InputError(f"{setting} is a {type(found).__name__}, not a function")
