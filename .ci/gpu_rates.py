@@ -163,10 +163,9 @@ def fp8_forms() -> Iterator[Kernel]:
     for form, row in FORMS.items():
         if form == "tensor" or not row.has_kernel(torch.cuda.get_device_capability()):
             continue
-        x, w = (
-            quantize(bf16(size, size), E4M3, block) for block in (row.block, row.weight_block)
-        )
-        run = partial(multiply_in_form, x[0], w[0].t(), x[1], w[1], form, torch.bfloat16, False)
+        x, x_scale = quantize(bf16(size, size), E4M3, row.block)
+        w, w_scale = quantize(bf16(size, size), E4M3, row.weight_block)
+        run = partial(multiply_in_form, x, w.t(), x_scale, w_scale, form, torch.bfloat16, False)
         yield Kernel(f"fp8 {form}", run, 2 * size**3, 4 * size**2)
         rounding = torch.compile(partial(quantize, dtype=E4M3, block=row.block))
         yield Kernel(f"fp8 {form}, rounding", partial(rounding, bf16(size, size)), 0, 3 * size**2)
@@ -264,8 +263,8 @@ def forward_and_backward(
 
 
 def decode(rows: int, context: int, **options) -> Iterator[Kernel]:
-    """Yield a decoding step's attention of Llama 3 8B over pages of 128 tokens, as in rollout/caches.py."""
-    from minitrain.rollout.caches import DecodingStep
+    """Yield a decoding step's attention of Llama 3 8B over pages of 128 tokens, as in rollout/kv_cache.py."""
+    from minitrain.rollout.steps import DecodingStep
 
     size = 128
     heads = 8

@@ -8,39 +8,18 @@ from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
 
+# for type checkers; at run time `__getattr__` imports them
 if TYPE_CHECKING:
-    from minitrain.data.chat.chat_tokenizer import load_tokenizer
-    from minitrain.formats.hf import load_pretrained, save_pretrained
-    from minitrain.formats.peft import load_adapter
-    from minitrain.models.lora import merge_adapters
-    from minitrain.rollout.engine import Sampler
-    from minitrain.rollout.sampling import Completion, SamplingParams
+    from minitrain.data.chat.chat_tokenizer import load_tokenizer as load_tokenizer
+    from minitrain.formats.hf import load_pretrained as load_pretrained
+    from minitrain.formats.hf import save_pretrained as save_pretrained
+    from minitrain.formats.peft import load_adapter as load_adapter
+    from minitrain.models.lora import merge_adapters as merge_adapters
+    from minitrain.rollout.engine import Sampler as Sampler
+    from minitrain.rollout.sampling import Completion as Completion
+    from minitrain.rollout.sampling import SamplingParams as SamplingParams
 
-__all__ = [
-    "Completion",
-    "InputError",
-    "Sampler",
-    "SamplingParams",
-    "load_adapter",
-    "load_pretrained",
-    "load_tokenizer",
-    "merge_adapters",
-    "save_pretrained",
-    "train",
-]
-
-__version__ = "0.1.0"
-
-if sys.platform == "win32":
-    raise ImportError("minitrain runs on Linux and macOS: on Windows inside WSL (wsl --install)")
-
-# before torch 2.13 its compiler's import ends for a user without a name: one whom a container's
-# /etc/passwd does not have, as OpenShift makes up
-try:
-    getpass.getuser()
-except (KeyError, OSError):
-    os.environ["LOGNAME"] = f"uid{os.getuid()}"
-
+# public name -> the file that has it
 _HOMES = {
     "load_pretrained": "formats.hf",
     "save_pretrained": "formats.hf",
@@ -51,6 +30,19 @@ _HOMES = {
     "Completion": "rollout.sampling",
     "SamplingParams": "rollout.sampling",
 }
+__all__ = ["InputError", "train", *_HOMES]
+
+__version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError("minitrain runs on Linux and macOS: on Windows inside WSL (wsl --install)")
+
+# before torch 2.13 the import of its compiler, which every model brings, fails for a user without a
+# name: one whom a container's /etc/passwd does not have, as OpenShift makes up
+try:
+    getpass.getuser()
+except (KeyError, OSError):
+    os.environ["LOGNAME"] = f"uid{os.getuid()}"
 
 
 def __dir__() -> list[str]:

@@ -57,8 +57,7 @@ def dispatch(arguments: list[str]) -> None:
         command = " ".join(["minitrain", *arguments[:1]])
         message = f"{command}: first comes one of {', '.join(COMMANDS)}"
         raise InputError(f"{message} {nearest(name, COMMANDS) or '(each has --help)'}")
-    with cli.in_options(name):
-        import_module(f"minitrain.commands.{name.replace('-', '_')}").main(arguments[1:])
+    import_module(f"minitrain.commands.{name.replace('-', '_')}").main(arguments[1:])
 
 
 if __name__ == "__main__":

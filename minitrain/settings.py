@@ -87,15 +87,13 @@ class Data:
     # how pretraining fills rows: cut documents where a row ends, or pad rows, so that no document
     # is cut that fits one
     packing: Literal["cut", "whole"] = "cut"
-    # folder for the tokens of text and jsonl files to pretrain on, which then need not fit in
-    # memory
+    # folder for the tokens of text and jsonl files to pretrain on, which need not fit in memory
     cache: str = ""
     # what happens at lines, files or rows of tokens that cannot be used
     on_error: Literal["error", "skip"] = "error"
     text_tokens: int = number(512, 1, 1 << 20)  # length to which the texts of videos are padded
-    validation: float = number(
-        0.0, 0, below=1
-    )  # share of the documents or videos that is held out
+    # share of the documents or videos that is held out
+    validation: float = number(0.0, 0, below=1)
     validation_path: str | list[str] = ""  # files to hold out instead, of the same kind
 
 
@@ -166,6 +164,8 @@ class Optim:
     states: Literal["fp32", "bf16"] = "fp32"  # type of AdamW's moments
     # round weights and states that are stored in bf16 stochastically; Muon's weights need it there
     stochastic_rounding: bool = False
+    # keep AdamW's moments on the host and update there; gradients go to it, and weights come back
+    offload: bool = False
     # decay of the weights' moving average (training/ema.py); 0: no average
     ema: float = number(0.0, 0, below=1)
     ema_warmup: bool = False  # use a smaller decay of the average in the first steps
@@ -479,8 +479,9 @@ class Config:
     # 0: its layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
     compile: bool = False  # compile the model with torch.compile, block by block
-    # which activations are recomputed; n: those of every n-th block (see parallel/recompute.py)
-    recompute: Literal["none", "full", "attention", "selective"] | int = "none"
+    # which activations are recomputed; n: those of every n-th block; offload: none, they wait on the
+    # host (see parallel/recompute.py)
+    recompute: Literal["none", "full", "attention", "selective", "offload"] | int = "none"
     validation: Validation = setting(default_factory=Validation)
     checkpoint: Checkpoint = setting(default_factory=Checkpoint)
     metrics: Metrics = setting(default_factory=Metrics)

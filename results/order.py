@@ -12,7 +12,7 @@ import yaml
 
 from minitrain.bench.report import Row, merge_results, predicted, read_results
 from minitrain.bench.rows import load_row
-from minitrain.run.launch.cli import CONFIGS
+from minitrain.run.config.recipes import CONFIGS
 from minitrain.simulator.predict import as_published, predicted_row
 from minitrain.simulator.timeline import load_system
 

@@ -23,6 +23,7 @@ from minitrain.models.moe import Experts
 from minitrain.models.quantize import E4M3, E5M2, dequantize, quantize
 from minitrain.models.wan import Wan
 from minitrain.models.zoo import model_config
+from minitrain.parallel import activation_offload
 from minitrain.parallel.shards import full_tensor, local_shard
 from minitrain.parallel.tensor import along_sequence
 from minitrain.rollout import engine
@@ -81,14 +82,10 @@ def few_compilations():
 
 def updates(device: str, steps: int = 2, **changes) -> dict[str, torch.Tensor]:
     """By how much training on `device` changes each weight, from values drawn on the CPU (adapters' B too)."""
-    cpu, config = (
-        from_dict(TREE | changes | PLAIN | {"device": "cpu"}),
-        from_dict(TREE | {"device": device} | changes),
-    )
-    drawn = {
-        name: full_tensor(p).clone()
-        for name, p in Trainer(cpu, start(cpu)).model.state_dict().items()
-    }
+    cpu = from_dict(TREE | changes | PLAIN | {"device": "cpu"})
+    config = from_dict(TREE | {"device": device} | changes)
+    model = Trainer(cpu, start(cpu)).model
+    drawn = {name: full_tensor(p).clone() for name, p in model.state_dict().items()}
     for name, value in drawn.items():
         if name.endswith("lora_B"):  # of zeros, A would have no gradient
             value.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
@@ -132,6 +129,23 @@ def check_updates(tolerance: float, steps: int = 2, **changes) -> None:
 )
 def test_training_equals_that_on_the_cpu(changes, tolerance):
     check_updates(tolerance, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "bf16", "compile": True}, {"lora": {"rank": 4}}], ids=str
+)
+def test_offload_changes_no_bit(monkeypatch, changes):
+    """Of activations with SGD, and of AdamW's states with its update on the CPU, which may round otherwise."""
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1 << 10)
+    plain = updates("cuda", deterministic=True, **changes)
+    moved = updates("cuda", deterministic=True, recompute="offload", **changes)
+    assert all(torch.equal(moved[name], plain[name]) for name in plain)
+    one, other = (
+        updates("cuda", deterministic=True, optim={"lr": 0.01, "offload": on}, **changes)
+        for on in (True, False)
+    )
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -236,9 +250,9 @@ def fp8_passes(
     def products(x, z):
         return *project(x, mlp.gate_proj, mlp.up_proj), mlp.down_proj(z)
 
-    outputs = (torch.compile(products, fullgraph=True, dynamic=False) if compiled else products)(
-        x, z
-    )
+    if compiled:
+        products = torch.compile(products, fullgraph=True, dynamic=False)
+    outputs = products(x, z)
     grads = [grad.to(device, dtype) for grad in grads]
     gradients = torch.autograd.grad(outputs, [x, z, *mlp.parameters()], grads)
     return [each.detach().cpu().float() for each in (*outputs, *gradients)]
@@ -318,23 +332,20 @@ def test_what_tensor_parallelism_gathers_in_fp8(compiled):
     """On one rank: what FP8 products make of the input, and of the output's gradient, to the bit."""
     all_gather, reduce_scatter = along_sequence(start(from_dict(TREE | {"device": "cuda"})).tp)
     generator = torch.Generator("cuda").manual_seed(0)
-    x, grad = (
-        torch.randn(2, 128, 256, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for _ in range(2)
-    )
-    x.requires_grad_()
+    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(2, 128, 256, **options).requires_grad_()
+    grad = torch.randn(2, 128, 256, **options)
 
     def there_and_back(x):
         gathered = all_gather(x, True)
         return gathered, reduce_scatter(x, True)
 
-    gathered, scattered = (
-        torch.compile(there_and_back, fullgraph=True) if compiled else there_and_back
-    )(x)
+    if compiled:
+        there_and_back = torch.compile(there_and_back, fullgraph=True)
+    gathered, scattered = there_and_back(x)
     scattered.backward(grad)
-    assert torch.equal(gathered, dequantize(*quantize(x, E4M3), x.dtype)) and torch.equal(
-        scattered, x
-    )
+    assert torch.equal(gathered, dequantize(*quantize(x, E4M3), x.dtype))
+    assert torch.equal(scattered, x)
     assert torch.equal(x.grad, dequantize(*quantize(grad, E5M2), x.dtype))
 
 
@@ -346,10 +357,8 @@ def fp8_expert_passes(device: str, rows: list[int], form: str = "tensor") -> lis
     experts = Experts(len(rows), 256, 128, "relu2", bias=False)
     experts.up_proj.data = weights
     to_fp8([torch.nn.ModuleList([experts])], "none", experts=True, form=form)
-    x, offsets = (
-        x.to(device, torch.bfloat16).requires_grad_(),
-        torch.tensor(rows).cumsum(0, dtype=torch.int32),
-    )
+    x = x.to(device, torch.bfloat16).requires_grad_()
+    offsets = torch.tensor(rows).cumsum(0, dtype=torch.int32)
     y = experts.to(device)._product("up_proj", x, offsets.to(device))
     gradients = torch.autograd.grad(y, [x, experts.up_proj], grad.to(device, torch.bfloat16))
     return [each.detach().cpu().float() for each in (y, *gradients)]
@@ -441,9 +450,8 @@ def test_attention_of_all_widths(width, of_values, kv_heads):
 
 def test_attention_in_fp32_keeps_no_scores():
     """Where heads share keys; a matrix of scores would take 256 MB."""
-    q, k = (
-        torch.randn(1, heads, 4096, 64, device="cuda", requires_grad=True) for heads in (4, 2)
-    )
+    q = torch.randn(1, 4, 4096, 64, device="cuda", requires_grad=True)
+    k = torch.randn(1, 2, 4096, 64, device="cuda", requires_grad=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     attention(q, k, k, Mask(causal=True)).sum().backward()
@@ -459,9 +467,8 @@ def test_prompts_of_any_length_take_kernels_that_need_no_plan(name):
     with torch.profiler.profile() as profile:
         sampler.generate([prompt[:150], prompt, prompt[:400]], SamplingParams(max_tokens=1))
     names = {event.key for event in profile.key_averages()}
-    assert not any("cudnn" in name for name in names) and any(
-        "fmha" in name or "flash" in name for name in names
-    )
+    assert not any("cudnn" in name for name in names)
+    assert any("fmha" in name or "flash" in name for name in names)
 
 
 def test_wan_on_cuda_equals_cpu():
@@ -572,10 +579,8 @@ def test_latents_of_the_published_width(heads):
 def test_long_samples_and_no_compilation_after_the_first():
     """Samples of very different lengths, whose pages several blocks share; and a pool that was freed and comes back."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    model, prompts = (
-        make("qwen3-32b", head_dim=16, max_position_embeddings=2048),
-        prompts_of((5, 1900, 700)),
-    )
+    model = make("qwen3-32b", head_dim=16, max_position_embeddings=2048)
+    prompts = prompts_of((5, 1900, 700))
     expected = [uncached(model, prompt, 6) for prompt in prompts]
     sampler, graphs = Sampler(model.cuda(), settings=Rollout(slots=4)), []
     for _ in range(2):

@@ -68,6 +68,7 @@ def test_the_wheel_holds_the_configs_and_results_of_the_clone(installed):
     assert {
         Path("py.typed"),
         Path("bench/systems.yaml"),
+        Path("bench/report.html"),
         Path("results/pictures/accuracy.svg"),
     } <= found
     (entry,) = installed.glob("*.dist-info/entry_points.txt")

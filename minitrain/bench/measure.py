@@ -2,7 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
-from statistics import median_high as median
+from statistics import median_high
 
 import torch
 import torch.distributed as dist
@@ -123,7 +123,8 @@ def result(
     matmul: FLOP/s measured on this GPU. tokens: per second and GPU; by default, the tokens of
     training batches over the median step time.
     """
-    seconds = median(times)
+    # all of bench takes the higher median: a time that was measured, not the mean of two
+    seconds = median_high(times)
     if tokens is None:
         tokens = config.batch.global_ * config.batch.seq_len / seconds / dist.get_world_size()
     machine = describe(device)

@@ -10,7 +10,7 @@ whose groups all have equal rewards takes the same time.
 
 import sys
 from dataclasses import replace
-from statistics import median_high as median
+from statistics import median_high
 
 import torch.distributed as dist
 
@@ -39,14 +39,14 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
             print(message, file=sys.stderr, flush=True)
     lines = lines[warmup : warmup + steps]
     times = [line["step_time_s"] for line in lines]
-    tokens = median([line["tokens_per_sec"] for line in lines]) / dist.get_world_size()
+    tokens = median_high([line["tokens_per_sec"] for line in lines]) / dist.get_world_size()
     flops = policy_flops(config)(lines[0]["step_tokens"])
     both = TokenFlops(flops, flops)
     return result(config, row, device, times, matmul, both, tokens) | {
-        "response_tokens": median([line["length"] for line in lines]),
+        "response_tokens": median_high([line["length"] for line in lines]),
         "age": config.grpo.lag,
         "generation_ranks": config.grpo.generation_ranks or dist.get_world_size(),
-        **{f"{phase}_s": median([line[f"{phase}_s"] for line in lines]) for phase in PHASES},
+        **{f"{phase}_s": median_high([line[f"{phase}_s"] for line in lines]) for phase in PHASES},
     }
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from statistics import median_high as median
+from statistics import median_high
 from typing import NamedTuple
 
 import torch
@@ -200,7 +200,7 @@ def sampling_figures(
     group = config.grpo.group
     new = config.rollout.max_tokens
     produced = prompts * group * new
-    tokens = produced / median(ours) / config.parallel.tp
+    tokens = produced / median_high(ours) / config.parallel.tp
     model = config.model.config
     prompt = length * flops_per_token(model, length, clean) / 3
     whole = (length + new) * flops_per_token(model, length + new, clean) / 3
@@ -227,10 +227,10 @@ def decoding_figures(
     for total, (first, count) in zip(totals, firsts, strict=True):
         if 0 < count < samples * new:
             rates.append((samples * new - count) / (total - first))
-    outcome = {"first_tokens_s": median([first for first, _ in firsts])}
+    outcome = {"first_tokens_s": median_high([first for first, _ in firsts])}
     if not rates:
         return outcome
-    rate = median(rates)
+    rate = median_high(rates)
     outcome["decode_tokens_per_sec_per_gpu"] = rate / tp
     # otherwise data- or expert-parallel ranks hold parts of the weights and exchange them
     if dist.get_world_size() == tp:

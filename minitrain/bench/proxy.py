@@ -22,6 +22,7 @@ from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.ranks import micro_batches, stated_ranks
 from minitrain.run.monitor.flops import clean, count_flops, visible_share
 from minitrain.settings import Config, Parallel
+from minitrain.training.build import fp8_experts
 
 # the most per step
 MICRO_BATCHES = 8
@@ -54,8 +55,7 @@ def make_proxy(config: Config, layers: int) -> Config:
         raise InputError(
             f"--proxy={layers} is not a multiple of recompute={every}, which recomputes one block in {every}"
         )
-    one_each = getattr(whole, "num_experts", 0) == config.parallel.ep
-    if config.fp8.experts and config.fp8.form == "tensor" and one_each:
+    if config.fp8.form == "tensor" and fp8_experts(config):
         raise InputError(
             "--proxy: one expert per rank, in FP8, has no stand-in on one rank (use fp8.experts=false)"
         )

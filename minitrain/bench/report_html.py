@@ -1,4 +1,4 @@
-"""Write the report (report.py) as one HTML page that needs no script and no network.
+"""Write the report (report.py) as one HTML page, report.html, that needs no script and no network.
 
 Bars are styled boxes, timelines are inline SVG, and all figures are also text. The colors are Okabe
 and Ito's, which color-blind readers can distinguish, and nothing is distinguished by color alone. In
@@ -65,77 +65,7 @@ ACTIONS = {
 # height of a timeline's lane, in units of the drawing
 LANE = 14
 
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>minitrain beside the published tables</title>
-<style>
-:root { color-scheme: light dark; --back: #fff; --text: #1a1a1a; --soft: #595959; --line: #d5d5d5; --box: #f4f4f4;
-  --published: #8a8a8a; --simulated: #0072b2; --measured: #d55e00; --c0: #0072b2; --c1: #e69f00; --c2: #009e73;
-  --c3: #cc79a7; --c4: #56b4e9; --c5: #d55e00; --c6: #999; --c7: #f0e442; }
-@media (prefers-color-scheme: dark) { :root { --back: #14161a; --text: #e8e8e8; --soft: #a8a8a8; --line: #3a3d44;
-  --box: #1e2127; --published: #9a9a9a; --simulated: #56b4e9; --measured: #e69f00; --c0: #3d9bd9; --c5: #f0803c; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 90rem; background: var(--back); color: var(--text);
-  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-h3 { font-size: 1rem; margin: 1rem 0 .25rem; } p, li, figcaption { color: var(--soft); }
-p, ul, .chart { max-width: 60rem; } a { color: var(--simulated); }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; font-size: .7rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .25rem; text-align: right; border-bottom: 1px solid var(--line); overflow-wrap: normal; }
-td { white-space: nowrap; } td:first-child, td:last-child { white-space: normal; min-width: 7rem; }
-td:first-child { overflow-wrap: anywhere; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--back); }
-th, th:first-child { background: var(--box); vertical-align: bottom; } tr:last-child td { border-bottom: 0; }
-figure > svg { max-width: 100%; height: auto; }
-.chart { display: grid; gap: .8rem; margin: 1rem 0; }
-.bar { display: grid; grid-template-columns: 1fr 14rem; gap: .5rem; align-items: center; font-size: .8rem; }
-.track { display: flex; height: .75rem; background: var(--box); position: relative; }
-.hundred::after { content: ""; position: absolute; left: 66.667%; top: -2px; bottom: -2px;
-  border-left: 1px dashed var(--soft); }
-.published { background: var(--published); } .simulated { background: var(--simulated); }
-.measured { background: var(--measured); } .recipe { background: var(--c3); } .fastest { background: var(--c2); }
-.extrapolated { background: repeating-linear-gradient(135deg, var(--measured) 0 4px, var(--back) 4px 7px); }
-.name { font-weight: 600; font-size: .85rem; } .key { display: flex; flex-wrap: wrap; gap: .2rem 1rem; padding: 0;
-  margin: .4rem 0; list-style: none; font-size: .8rem; } .key i { display: inline-block; width: .8rem; height: .8rem;
-  margin-right: .35rem; vertical-align: -1px; }
-.stack { display: flex; height: 1.1rem; background: var(--box); border-radius: 3px; overflow: hidden; }
-.stack i { border-right: 1px solid var(--back); }
-details { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .8rem; margin: .5rem 0; }
-summary { cursor: pointer; } figure { margin: .5rem 0; } figcaption { font-size: .8rem; }
-.lanes { overflow-x: auto; } .lanes svg { display: block; width: 100%; min-width: 34rem; height: auto; }
-.lanes text { fill: var(--text); font-size: 8px; }
-.c0 { background: var(--c0); fill: var(--c0); } .c1 { background: var(--c1); fill: var(--c1); }
-.c2 { background: var(--c2); fill: var(--c2); } .c3 { background: var(--c3); fill: var(--c3); }
-.c4 { background: var(--c4); fill: var(--c4); } .c5 { background: var(--c5); fill: var(--c5); }
-.c6 { background: var(--c6); fill: var(--c6); } .c7 { background: var(--c7); }
-.idle { fill: var(--box); background: var(--box); }
-@media (max-width: 80rem) { thead { display: none; } table, tbody, td { display: block; } .scroll { border: 0; }
-  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(6.5rem, 1fr)); gap: .3rem .6rem;
-    padding: .6rem 0; border-bottom: 1px solid var(--line); } td:empty { display: none; }
-  td, td:first-child { padding: 0; border: 0; text-align: left; white-space: normal; overflow-wrap: anywhere;
-    position: static; } td:first-child, td:last-child { grid-column: 1 / -1; }
-  td:first-child { font-weight: 600; font-size: .85rem; }
-  td + td::before { content: attr(data-name); display: block; color: var(--soft); font-size: .7rem; } }
-@media (max-width: 40rem) { body { padding: .75rem; } .bar { grid-template-columns: 1fr 9.5rem; font-size: .75rem; } }
-</style>
-</head>
-<body>
-<header><h1>minitrain beside the published tables</h1><p>$day. $summary.</p>
-<p>A bar is a run's throughput as a share of the published figure, which the dashed line marks: beyond it, the run is
-faster. Each table begins with the same shares as numbers; a * refers to a note below the table about the published run.
-The accuracy of predictions is that on the rows that no constant was fitted to.</p>
-$picture<ul class="key" aria-label="Colors of the bars">$key</ul>$provenance
-<nav><h2>Contents</h2><ul>$contents</ul></nav></header>
-<main>
-$sections
-</main>
-</body>
-</html>
-""")
+PAGE = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
 
 
 def write_report(files: list[str], folder: str) -> None:

@@ -1,6 +1,5 @@
 """Load configs as rows: a config with what was published of a run of it, under `reference`."""
 
-import re
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -218,17 +217,22 @@ def published_file(reference: dict) -> Path | None:
 
     Raises InputError if the reference cites a published table without the id of one of its rows.
     """
-    line = re.compile(rf"^ +id: {re.escape(str(reference.get('id')))}$", re.MULTILINE)
-    for folder in TABLES:
-        for file in (CONFIGS / folder).glob("*.yaml"):
-            if line.search(file.read_text(encoding="utf-8")):
-                return file
+    if file := files_by_id(CONFIGS).get(str(reference.get("id"))):
+        return file
     if reference.get("source", "").startswith(tuple(SOURCES)):
         raise InputError(
             f"reference.source={reference['source']!r} is a published table: reference.id must name a row of it "
             f"(or give a source of one's own)"
         )
     return None
+
+
+@cache
+def files_by_id(configs: Path) -> dict[str, Path]:
+    """Return the config file of each row that has a `reference.id`, by it. configs: their folder."""
+    files = [file for folder in TABLES for file in sorted((configs / folder).glob("*.yaml"))]
+    references = {file: read_tree(file).get("reference") or {} for file in files}
+    return {str(found["id"]): file for file, found in references.items() if "id" in found}
 
 
 def work(config: Config) -> dict:

@@ -9,7 +9,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable
 from functools import partial
-from statistics import median_high as median
+from statistics import median_high
 
 import torch
 from torch import Tensor
@@ -57,9 +57,9 @@ def versus_result(library: str, pairs: list[list[float]]) -> dict:
     ratios = [theirs / ours for ours, theirs in pairs]
     return {
         "versus": library,
-        "versus_ratio": median(ratios),
+        "versus_ratio": median_high(ratios),
         "versus_ratio_range": [min(ratios), max(ratios)],
-        "versus_step_time_s": [median(column) for column in zip(*pairs, strict=True)],
+        "versus_step_time_s": [median_high(column) for column in zip(*pairs, strict=True)],
     }
 
 

@@ -49,22 +49,28 @@ from minitrain.simulator import tracers
 RESULTS = own_folder("results")
 UNSTEADY = "steps were not of one speed, or faster than the machine's matrix products: was it busy with other things?"
 
-FLAGS = {
-    "--profile": "and one step more: its seconds by kind of kernel",
-    "--dry-run": "validate and lay out, run nothing",
-    "--shrink": "toy width, two ranks per parallel dimension, on CPU",
-    "--simulate": "predict by running a rank of it on fake tensors",
-    "--calibrate": "measure this machine's rates",
-    "--wide": "tables with all columns, not 100 characters wide",
-    "--as-published": "rows in their published layout alone",
-    "--ours": "rows in our fastest layout alone, where they have one",
-    "--list": "print the published rows",
-    "--generate": "time the sampler on mock prompts, not training",
-}
-FILES = {
-    "--json": "append each result to it as a JSON line",
-    "--system": "simulate on this machine, such as a100, or on a file of --calibrate",
-    "--trace": "write Chrome traces: see above",
+OPTIONS = {
+    "--steps": (cli.positive(int), 10, "timed steps"),
+    "--warmup": (cli.positive(int, zero=True), 3, "untimed steps before them"),
+    "--profile": (bool, False, "and one step more: its seconds by kind of kernel"),
+    "--dry-run": (bool, False, "validate and lay out, run nothing"),
+    "--shrink": (bool, False, "toy width, two ranks per parallel dimension, on CPU"),
+    "--simulate": (bool, False, "predict by running a rank of it on fake tensors"),
+    "--calibrate": (bool, False, "measure this machine's rates"),
+    "--wide": (bool, False, "tables with all columns, not 100 characters wide"),
+    "--as-published": (bool, False, "rows in their published layout alone"),
+    "--ours": (bool, False, "rows in our fastest layout alone, where they have one"),
+    "--list": (bool, False, "print the published rows"),
+    "--generate": (bool, False, "time the sampler on mock prompts, not training"),
+    "--json": (cli.file_path, None, "append each result to it as a JSON line"),
+    "--system": (
+        cli.file_path,
+        None,
+        "simulate on this machine, such as a100, or on a file of --calibrate",
+    ),
+    "--trace": (cli.file_path, None, "write Chrome traces: see above"),
+    "--out": (cli.home_path, "out/report", "of the report"),
+    "--versus": (["transformers", "diffusers", "peft", "full"], None, "also time this one"),
 }
 
 # problem -> options given together, and those that any of contradicts them; a circumstance is named
@@ -110,26 +116,13 @@ CONTRADICTIONS = {
 
 
 def parser() -> cli.Parser:
-    parser = cli.Parser(settings=True, prog="bench.py", description=__doc__)
+    parser = cli.Parser(OPTIONS, settings=True, prog="bench.py", description=__doc__)
     add = parser.add_argument
     text = "a file, or a row as --list names it; default: quickstart"
     add("--config", nargs="+", action="extend", default=[], type=config_path, help=text)
-    add("--steps", type=cli.positive(int), default=10, help="timed steps")
-    warmup = cli.positive(int, zero=True)
-    add("--warmup", type=warmup, default=3, help="untimed steps before them")
-    for name, text in FLAGS.items():
-        add(name, action="store_true", help=text)
-    for name, text in FILES.items():
-        add(name, metavar="FILE", type=cli.home_path, help=text)
     add("--proxy", metavar="N[,N]", help="one rank and so many layers in the config's place")
     add("--sweep", nargs="+", default=[], metavar="KEY=V,V", help="all combinations")
     add("--report", nargs="*", metavar="FILE", help="merge these results with those in results/")
-    add("--out", type=cli.home_path, default="out/report", help="of the report")
-    add(
-        "--versus",
-        choices=("transformers", "diffusers", "peft", "full"),
-        help="also time this one",
-    )
     add("overrides", nargs="*", default=[], metavar="key=value")
     return parser
 
@@ -383,7 +376,9 @@ def run_measured(row: str, config: Config, options: Namespace) -> dict:
     config = placed(config, world_size(), describe(pick_device(config.device))["device"])
     if config.task == "grpo":
         return measure_policy(config, row, *length)
-    estimate = announce_memory(row, config) if config.task == "diffusion" else {}
+    # the trace does not move activations to the host
+    traced = config.task == "diffusion" and config.recompute != "offload"
+    estimate = announce_memory(row, config) if traced else {}
     return measure(config, row, start(config), *length, options.profile, options.trace) | estimate
 
 

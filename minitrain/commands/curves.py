@@ -11,11 +11,12 @@ from minitrain.run.launch import cli
 from minitrain.run.monitor.draw_curves import curves
 from minitrain.run.monitor.metrics_file import read_lines
 
+OPTIONS = {"--out": (cli.file_path, None, "an .svg file; default: see above")}
+
 
 def main(arguments: list[str]) -> None:
-    parser = cli.Parser(prog="minitrain curves", description=__doc__)
+    parser = cli.Parser(OPTIONS, prog="minitrain curves", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=cli.home_path, help="an out_dir")
-    parser.add_argument("--out", metavar="FILE", type=cli.home_path)
     options = parser.parse_args(arguments)
     runs = {}
     # the file in a run's folder stands for it

@@ -12,9 +12,9 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from shlex import quote
 from typing import TYPE_CHECKING
 
+from minitrain.data import wording
 from minitrain.errors import InputError, refuse
 from minitrain.run.launch import cli
 
@@ -33,13 +33,20 @@ OPTIONS = {
     "--seq-len": (cli.positive(int), 2048, "longer documents are cut, longer chats left out"),
     "--out": (cli.home_path, None, "with --choices: a .jsonl file for each choice's numbers"),
     "--device": (["auto", "cpu", "cuda"], "auto", "where to compute"),
+    "--chat": (bool, False, "with exact matches, token by token"),
+    "--choices": (bool, False, "of HellaSwag, ARC or MMLU"),
 }
+
+
+WORDING = wording.OPTIONS._replace(
+    chats="chats need --chat",
+    document=" (leave --chat out)",
+    pair=", and evaluate has no use for pairs",
+)
 
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(OPTIONS, prog="minitrain evaluate", description=__doc__)
-    parser.add_argument("--chat", action="store_true", help="with exact matches, token by token")
-    parser.add_argument("--choices", action="store_true", help="of HellaSwag, ARC or MMLU")
     parser.add_argument("files", nargs="+")
     options = parser.parse_args(arguments)
     lined = options.chat or options.choices
@@ -62,9 +69,8 @@ def main(arguments: list[str]) -> None:
     seq_len = min(options.seq_len, model.config.max_position_embeddings)
     measure = measure_choices if options.choices else measure_loss
     print(measure(options, model, tokenizer, seq_len))
-    adapter = f" --adapter {quote(options.adapter)}" if options.adapter else ""
     chat = " --chat" if options.chat else ""
-    print(f"next: minitrain generate --model {quote(options.model)}{adapter}{chat} --prompt TEXT")
+    print(f"next: minitrain generate {cli.model_words(options)}{chat} --prompt TEXT")
 
 
 def each_row(rows: "Chats", model: "Decoder") -> "Iterator[tuple[int, Batch]]":
@@ -91,11 +97,15 @@ def measure_loss(
     note = ""
     if options.chat:
         template = choose_template("auto", tokenizer)
-        samples = read_samples(Data("jsonl", options.files), template, tokenizer, Skips())
+        samples = read_samples(
+            Data("jsonl", options.files), template, tokenizer, Skips(), WORDING
+        )
         samples, note = fit(samples, seq_len, "drop")
     else:
-        files, note = text_rows.find_documents(options.files, options.field, options.kind)
-        documents = text_rows.read_documents(files, options.field, options.kind)
+        files, note = text_rows.find_documents(
+            options.files, options.field, options.kind, WORDING
+        )
+        documents = text_rows.read_documents(files, options.field, options.kind, WORDING)
         corpus = text_rows.tokenize(documents, tokenizer)
         samples = text_rows.cut_documents(corpus, seq_len)
     if not samples:
@@ -142,8 +152,8 @@ def measure_choices(
         question = read_choices(record)
         return record, question, encode_choices(question, tokenizer, seq_len)
 
-    files = find_files(Data("jsonl", options.files))
-    records, questions, samples = zip(*read_records(files, read, Skips()), strict=True)
+    files = find_files(Data("jsonl", options.files), WORDING)
+    records, questions, samples = zip(*read_records(files, read, Skips(), WORDING), strict=True)
     samples = [sample for each in samples for sample in each]
     rows = Chats(samples, seq_len, 0, packed=True, numbered=True)
     # of each sample

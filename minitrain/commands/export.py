@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
-from minitrain.settings import Config
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -29,6 +28,7 @@ OPTIONS = {
         "of a checkpoint, or best, by validation; default: the newest",
     ),
     "--out": (cli.home_path, ..., "a new folder"),
+    "--fp8": (bool, False, "matrices in FP8 with a scale for each 128 x 128"),
 }
 # one process, beside a GPU that may be training; the weights are the same
 ALONE = """device=cpu compile=false parallel={} metrics={} profile={} fp8={}
@@ -37,33 +37,27 @@ grpo.generation_ranks=0 rollout.tp=1 rollout.ep=1"""
 
 def main(arguments: list[str]) -> None:
     parser = cli.Parser(OPTIONS, prog="minitrain export", description=__doc__)
-    parser.add_argument(
-        "--fp8", action="store_true", help="matrices in FP8 with a scale for each 128 x 128"
-    )
     options = parser.parse_args(arguments)
-    from minitrain.run.checkpoint.checkpoint_files import make_empty, read_description
+    from minitrain.run.checkpoint.checkpoint_files import read_description
     from minitrain.run.config.load import load
     from minitrain.run.launch.start import start
     from minitrain.run.monitor.progress import next_command
     from minitrain.run.tasks.exports import export
     from minitrain.run.tasks.initial_weights import make_trainer
 
-    out = Path(options.out)
-    if out.exists():
-        raise InputError(f"--out {out} exists already (name a new folder)")
+    cli.check_new(options.out)
     number, folder = find_checkpoint(Path(options.run), options.step)
     config = load(Path(options.run, "config.yaml"), ALONE.split())
     if options.fp8 and config.lora:
         raise InputError("--fp8 is for models, and this run trained adapters (leave it out)")
     description = read_description(folder)
-    asks = prompt_of(config, description["extra"])
     trainer = make_trainer(config, start(config))
     read_weights(trainer.model, folder, description["files"])
-    work = out.with_name(f"{out.name}.tmp")
-    make_empty(work)
-    export(trainer, config, work, asks, options.fp8)
-    work.rename(out)
-    print(f"{out} holds step {number} of {options.run}")
+    # the generation prompt that the run's replies follow
+    asks = description["extra"].get("asks")
+    with cli.new_folder(options.out) as out:
+        export(trainer, config, out, asks, options.fp8)
+    print(f"{options.out} holds step {number} of {options.run}")
     print(f"next: {next_command(replace(config, out_dir=options.run), options.out)}")
 
 
@@ -73,7 +67,8 @@ def find_checkpoint(run: Path, step: int | str | None) -> tuple[int, Path]:
     step: a number; best, by validation; None: the newest. Raises InputError if there is none, or
     it is damaged.
     """
-    from minitrain.run.checkpoint.checkpoint_files import complete_steps, find_damage
+    from minitrain.run.checkpoint.checkpoint_files import find_damage
+    from minitrain.run.checkpoint.checkpoint_folders import complete_steps
 
     checkpoints = run / "checkpoints"
     steps = complete_steps(checkpoints)
@@ -93,7 +88,7 @@ def read_weights(model: "Module", folder: Path, files: dict) -> None:
     """Read a checkpoint's weights into a model, or their averages where the run has optim.ema."""
     import torch.distributed.checkpoint as dcp
 
-    from minitrain.run.checkpoint.checkpoint_files import IndexedReader
+    from minitrain.run.checkpoint.checkpoint_index import IndexedReader
     from minitrain.run.checkpoint.checkpoint_state import changing, check_weights
 
     weights = changing(model)
@@ -120,16 +115,3 @@ def best_step(file: Path) -> int:
     if not tested:
         raise InputError(f"{file} has no validation (--step N names a step)")
     return max(tested, key=goodness)["step"]
-
-
-def prompt_of(config: Config, extra: dict) -> str | None:
-    """Return the prompt that replies follow: a checkpoint's `extra` says it.
-
-    Of one of an earlier version the chats say it, which are read again.
-    """
-    from minitrain.data.datasets import open_dataset
-    from minitrain.run.config.task_checks import CHATS
-
-    if "asks" in extra or config.task not in CHATS:
-        return extra.get("asks")
-    return getattr(open_dataset(config)[0], "asks", None)

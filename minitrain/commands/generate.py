@@ -30,6 +30,7 @@ TEXT = {
     "--n": (positive(int, most=1 << 16), 1, "how many samples"),
     "--draft": (home_path, None, "what guesses tokens: a smaller model's folder, or mtp"),
     "--draft-tokens": (positive(int, most=64), 3, "how many it guesses at once"),
+    "--chat": (bool, False, "answer, without --prompt line after line"),
 }
 VIDEOS = {
     "--prompts": (home_path, ..., "a safetensors file, shapes, or with --encoders lines of text"),
@@ -43,19 +44,20 @@ VIDEOS = {
     "--guidance": (positive(float, zero=True), 5.0, "1: none, in half the time"),
     "--dtype": (["fp32", "bf16"], None, "of the weights; by default the files'"),
 }
-VIDEO = """Generate latents of videos: python -m minitrain.generate --task diffusion --model DIR ...
+VIDEO = """Generate videos: python -m minitrain.generate --task diffusion --model DIR ...
 
-DIR is a Wan model, in diffusers' layout or the original one; those that are published in fp32 want
---dtype bf16 on a GPU, for half the memory and fast kernels. --adapter is a LoRA run's out_dir, or a
-file as diffusers, ComfyUI or musubi-tuner write it. The prompts are a safetensors file with `text`,
-embeddings [videos, tokens, text_dim], and what guidance leads away from, `negative`, as many or one
-for all (without it, zeros; published models want the embedding of an empty prompt or of what is not
-to be seen); for image-to-video models also `condition` and `image` (see data/video/latents.py). The
-result is a safetensors file with `latents` [videos, channels, frames, height, width], normalized as
-those of the training: the video autoencoder decodes them times its std, plus its mean. With
---encoders, the download of a pipeline in diffusers' layout, the prompts are lines of text, and the
-result is an .mp4 file, or one for each line: name-1.mp4, name-2.mp4, ... `--prompts shapes` are
-those of the toy world (examples/shapes.py): the result is a PNG, the same as a moving .apng, and a score.
+DIR is a Wan model, in diffusers' layout or the original one; one that is published in fp32 wants
+--dtype bf16 on a GPU. With --encoders, the download of a pipeline in diffusers' layout, --prompts are
+lines of text and --out is an .mp4 file, or name-1.mp4, name-2.mp4, ... of several lines; with
+`--prompts shapes`, the toy world (examples/shapes.py), --out is a PNG, with the same moving as .apng.
+Otherwise both are safetensors files, as data/video/latents.py describes them for one video:
+
+    --prompts  text       [videos, tokens, text_dim]             embeddings of the prompts
+               negative   [videos or 1, tokens, text_dim]        what guidance leads away from;
+                                                                 without it zeros
+               condition  [videos, channels, frames, height, width]   for image-to-video models
+               image      [videos, tokens, image_dim]            for image-to-video models with CLIP
+    --out      latents    [videos, channels, frames, height, width]   normalized
 """
 
 
@@ -67,9 +69,9 @@ def main(arguments: list[str]) -> None:
     # a task's own file brings torch, which takes seconds
     if chosen.task == "text":
         parser = cli.Parser(TEXT | COMMON, prog=name, description=__doc__)
-        add = parser.add_argument
-        add("--chat", action="store_true", help="answer, without --prompt line after line")
-        add("--stop", action="append", default=[], help="end after it (repeatable)")
+        parser.add_argument(
+            "--stop", action="append", default=[], help="end after it (repeatable)"
+        )
         options = parser.parse_args(rest)
         from minitrain.commands.generate_text import generate_text
 

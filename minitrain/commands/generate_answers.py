@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from shlex import quote
 
 from minitrain.data.files import stamp_of
 from minitrain.errors import InputError, located
@@ -192,6 +191,4 @@ def tell_answers(options: Namespace, answers: dict[int, list[str]]) -> None:
     """Say where the answers are, and what may come next."""
     count = sum(map(len, answers.values()))
     print(f"{options.out} holds {count:,} answers, each a line with prompt and text")
-    made = quote(options.model)
-    made += f" --adapter {quote(options.adapter)}" if options.adapter else ""
-    print(f"next: minitrain evaluate --chat --model {made} FILE compares answers")
+    print(f"next: minitrain evaluate --chat {cli.model_words(options)} FILE compares answers")

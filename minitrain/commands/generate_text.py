@@ -7,19 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from minitrain.commands.generate_answers import answer_prompts, answered_before, tell_answers
+from minitrain.data import wording
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
-    CHATS,
-    PROMPTS,
-    SHOWN,
-    SYSTEMS,
-    UNREAD_BESIDE_PROMPT,
     encode_question,
     end_of_reply,
     read_shown,
     refuse_unread,
     with_system,
 )
+from minitrain.data.chat.keys import CHATS, PROMPTS, SHOWN, SYSTEMS, UNREAD_BESIDE_PROMPT
 from minitrain.data.chat.problems import read_question
 from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
@@ -35,6 +32,7 @@ from minitrain.run.launch import cli
 from minitrain.run.launch.start import pick_device
 from minitrain.settings import Rollout
 
+WORDING = wording.OPTIONS._replace(lines="lines of text stand in a file of another ending")
 SLASHES = "/clear begins anew, /system TEXT too, with that as its system prompt, /exit ends"
 
 
@@ -121,9 +119,9 @@ def read_prompts(
             def read(record: dict) -> tuple[dict, list[int]]:
                 return record, encode_line(record, options, template, tokenizer)
 
-            lines, prompts = zip(*read_records([file], read, Skips()), strict=True)
+            lines, prompts = zip(*read_records([file], read, Skips(), WORDING), strict=True)
             return list(lines), list(prompts)
-        texts = lines_of(file)
+        texts = lines_of(file, WORDING)
     elif options.prompt is None and not options.chat:
         raise InputError("--prompt is missing (or --prompts FILE, or --chat alone to converse)")
     else:
@@ -149,7 +147,7 @@ def encode_line(
                 raise InputError(f"{key!r} is of a chat (add --chat)")
         refuse_unread(record, ("context", *UNREAD_BESIDE_PROMPT), "the prompt")
         return encode([Message("user", text_of(record, "prompt"))], None, tokenizer)
-    turns, _ = read_question(record)
+    turns, _ = read_question(record, words=WORDING)
     turns = with_system(turns, {"system": options.system})
     return encode_question(turns, template, tokenizer, read_shown(record))
 

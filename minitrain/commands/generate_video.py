@@ -10,6 +10,7 @@ from torch import Tensor
 from minitrain.data.records import lines_of
 from minitrain.data.video.encoders import Encoders, load_av, write_mp4
 from minitrain.data.video.latents import TEXTS, read_video
+from minitrain.data.wording import OPTIONS
 from minitrain.errors import InputError
 from minitrain.formats.peft import load_merged
 from minitrain.formats.tensor_files import write_tensors
@@ -85,7 +86,7 @@ def embed_lines(
     encoders: Encoders, path: Path, negative: str, text_tokens: int
 ) -> dict[str, Tensor]:
     """Return the embeddings of a file's lines, and of what guidance leads away from, fp32."""
-    lines = [*lines_of(path), negative]
+    lines = [*lines_of(path, OPTIONS), negative]
     texts = [encoders.encode_text(line, text_tokens).float() for line in lines]
     *each, hidden = [F.pad(text, (0, 0, 0, text_tokens - len(text))) for text in texts]
     return {"text": torch.stack(each), "negative": hidden.expand(len(each), -1, -1)}

@@ -1,9 +1,9 @@
 """Add adapters to the weights that they belong to: python -m minitrain.merge --help.
 
 --model is a folder in Hugging Face layout. --adapter is a folder in PEFT's format, such as a LoRA
-run's out_dir; for Wan it can also be a file as diffusers, ComfyUI or musubi-tuner write it. --out
-becomes a model like any other, in the base model's type. Its tokenizer and chat template are the
-adapter's, or else the base model's.
+run's out_dir; for Wan it can also be a file as diffusers, ComfyUI or musubi-tuner write it. --out, a
+new folder, becomes a model like any other, in the base model's type. Its tokenizer and chat template
+are the adapter's, or else the base model's.
 
 Adapters of a run with lora.base=nf4 were trained beside rounded weights. With --base nf4 they are
 added to these, as in training; without it, to those of --model, which is usually as good.
@@ -20,6 +20,8 @@ from minitrain.run.launch import cli
 
 if TYPE_CHECKING:
     from minitrain.data.tokenizer import Tokenizer
+    from minitrain.models.decoder_config import DecoderConfig
+    from minitrain.models.wan_config import WanConfig
 
 OPTIONS = dict.fromkeys(
     ("--model", "--adapter", "--out"), (cli.home_path, ..., "a folder: see above")
@@ -34,22 +36,24 @@ def main(arguments: list[str]) -> None:
             raise InputError(
                 f"--out {options.out} is --{name}, which would be overwritten (use another folder)"
             )
-    if Path(options.out, "config.json").exists():
-        raise InputError(f"--out {options.out} holds a model already (name a new folder)")
-    merge(options.model, options.adapter, options.out, options.base)
+    from minitrain.models.wan_config import WanConfig
+
+    with cli.new_folder(options.out) as folder:
+        shape = merge(options.model, options.adapter, folder, options.base)
+    print(f"{options.out} holds the model with the adapters merged into it")
+    videos = "--task diffusion " if isinstance(shape, WanConfig) else ""
+    if not shape.num_labels:
+        print(f"next: minitrain generate {videos}--model {quote(options.out)} (see its --help)")
 
 
-def merge(base: str, adapter: str, out: str, stored: str = "bf16") -> None:
+def merge(
+    base: str, adapter: str, out: Path, stored: str = "bf16"
+) -> "DecoderConfig | WanConfig":
     """Add the adapter's weights to the base model's, and write the result with its tokenizer.
 
-    stored: the lora.base of its training, see `load_merged`.
+    stored: the lora.base of its training, see `load_merged`. Returns the model's config.
     """
-    from minitrain.data.tokenizer import (
-        check_free_of_tokenizer,
-        check_same_ids,
-        load_tokenizer,
-        tokenizer_folder,
-    )
+    from minitrain.data.tokenizer import check_same_ids, load_tokenizer, tokenizer_folder
     from minitrain.data.tokenizer_files import CHAT_TEMPLATE
     from minitrain.formats.config_hf import end_also_at
     from minitrain.formats.hf import save_pretrained
@@ -58,16 +62,14 @@ def merge(base: str, adapter: str, out: str, stored: str = "bf16") -> None:
 
     source = tokenizer_folder(base, adapter)
     tokenizer = load_tokenizer(source) if Path(source, "tokenizer.json").exists() else None
-    if tokenizer is None:
-        check_free_of_tokenizer(out)
-    else:
+    if tokenizer:
         check_same_ids(source, base, "--adapter ")
     template = Path(source, CHAT_TEMPLATE)
     end = None
     if tokenizer and (tokenizer.chat_template or template.exists()):
         end = chat_end(tokenizer)
     model = load_merged(base, adapter, base=stored)
-    # Video models have no end token.
+    # video models have no end token
     if isinstance(model, Decoder):
         if model.config.eos_token_id is None and tokenizer:
             model.config = replace(model.config, eos_token_id=tokenizer.eos_id)
@@ -77,12 +79,9 @@ def merge(base: str, adapter: str, out: str, stored: str = "bf16") -> None:
     if tokenizer:
         tokenizer.save(out)
     if template.exists():
-        # ByteTokenizer.save does not copy it.
+        # ByteTokenizer.save does not copy it
         shutil.copyfile(template, Path(out, CHAT_TEMPLATE))
-    print(f"{out} holds the model with the adapters merged into it")
-    videos = "" if isinstance(model, Decoder) else "--task diffusion "
-    if not model.config.num_labels:
-        print(f"next: minitrain generate {videos}--model {quote(out)} (see its --help)")
+    return model.config
 
 
 def chat_end(tokenizer: "Tokenizer") -> int | None:

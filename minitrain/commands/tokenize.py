@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minitrain.data import wording
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
 
 if TYPE_CHECKING:
-    from minitrain.data.tokenizer import Tokenizer
+    pass
 
 # groups of files, at most
 MOST = 1024
@@ -37,6 +38,9 @@ OPTIONS = {
     "--kind": (["auto", "text", "jsonl"], "auto", "of all files; auto: by their first bytes"),
     "--processes": (cli.positive(int), None, "by default one per core"),
 }
+
+
+WORDING = wording.OPTIONS._replace(chats="chats are read by minitrain train task=sft")
 
 
 def main(arguments: list[str]) -> None:
@@ -50,9 +54,8 @@ def main(arguments: list[str]) -> None:
     if tokenizer.eos_id is None:
         raise InputError(f"--tokenizer {options.tokenizer} names no eos, which ends documents")
     out = Path(options.out)
-    if out.exists():
-        raise InputError(f"--out {out} exists already (name a new folder)")
-    files, note = find_documents(options.files, options.field, options.kind)
+    cli.check_new(out)
+    files, note = find_documents(options.files, options.field, options.kind, WORDING)
     size = 1 + (len(files) - 1) // MOST
     groups = [files[start : start + size] for start in range(0, len(files), size)]
     work = out.with_name(f"{out.name}.unfinished")
@@ -60,7 +63,11 @@ def main(arguments: list[str]) -> None:
     try:
         write = partial(write_tokens, options.tokenizer, options.field, work, kind=options.kind)
         counts = write_groups(write, groups, options.processes)
-        move_tokens(work, len(groups), tokenizer, out)
+        with cli.new_folder(out) as whole:
+            tokenizer.save(whole)
+            for number in range(len(groups)):
+                name = f"{number:05d}.npy"
+                (work / name).replace(whole / name)
     except BaseException:
         if done := len([*work.glob("*.done")]):
             kept = f"{done:,} of {len(groups):,} files: the same command continues"
@@ -120,21 +127,8 @@ def write_tokens(
             return int(documents), int(tokens)
     # beside other tokens it would be wrong
     done.unlink(missing_ok=True)
-    corpus = tokenize(read_documents(files, field, kind), load_tokenizer(tokenizer))
+    corpus = tokenize(read_documents(files, field, kind, WORDING), load_tokenizer(tokenizer))
     np.save(file, corpus.stores[0])
     counts = len(corpus.lengths), len(corpus)
     done.write_text(f"{counts[0]} {counts[1]} {made_of}")
     return counts
-
-
-def move_tokens(work: Path, count: int, tokenizer: "Tokenizer", out: Path) -> None:
-    """Make folder `out` of the first `count` files of tokens in `work`, and of their tokenizer."""
-    from minitrain.run.checkpoint.checkpoint_files import make_empty
-
-    whole = work / "whole"
-    make_empty(whole)
-    tokenizer.save(whole)
-    for number in range(count):
-        name = f"{number:05d}.npy"
-        (work / name).replace(whole / name)
-    whole.rename(out)

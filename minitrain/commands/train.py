@@ -15,7 +15,11 @@ from minitrain.run.config.load import load
 from minitrain.run.config.recipes import config_path, only_config, with_remedy
 from minitrain.run.launch import cli
 
-OPTIONS = {"--config": (config_path, None, "a YAML file, or a recipe as train/shapes")}
+OPTIONS = {
+    "--config": (config_path, None, "a YAML file, or a recipe as train/shapes"),
+    "--print-config": (bool, False, "print all settings, with comments"),
+    "--deterministic": (bool, False, "the same run again gives the same bits"),
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -30,10 +34,9 @@ def main(arguments: list[str]) -> None:
         from minitrain.run.config.describe import list_settings
 
         parser.epilog = list_settings()
-    add = parser.add_argument
-    add("--print-config", action="store_true", help="print all settings, with comments")
-    add("--deterministic", action="store_true", help="the same run again gives the same bits")
-    add("words", nargs="*", metavar="key=value", help="the config, and settings over its own")
+    parser.add_argument(
+        "words", nargs="*", metavar="key=value", help="the config, and settings over its own"
+    )
     options = parser.parse_args(arguments)
     file, words = only_config(options.config, options.words)
     if options.deterministic:

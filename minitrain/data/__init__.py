@@ -2,6 +2,7 @@
 
     sources           the data that a config names, and its held-out part
     files, records    find the files that a setting names, and read the objects and texts in them
+    sample            tokens and labels of a document or a chat
     tokenizer         text to ids and back
     held_out          hold data out of training, for validation
     text/             documents, and files of tokens

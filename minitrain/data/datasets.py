@@ -17,10 +17,10 @@ from torch import Tensor
 
 from minitrain.data.sources import data_by_source, train_and_held_out
 from minitrain.data.text.text_rows import open_data
-from minitrain.data.toys import load_from
 from minitrain.errors import InputError
 from minitrain.settings import Config
 from minitrain.training.packing import ENDLESS, Dataset
+from minitrain.user_code import load_from
 
 BLOCK = 10_000
 # task -> function that opens its data; only this task imports it. Other tasks use `open_data`

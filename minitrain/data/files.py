@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minitrain.data.records import JSON, LINES, RECORDS, holds_records
+from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, hub_hint, reading
 from minitrain.settings import Data
 
@@ -28,18 +29,19 @@ SUFFIXES = {
 }
 
 
-def find_files(data: Data) -> list[Path]:
+def find_files(data: Data, words: Wording = SETTINGS) -> list[Path]:
     """Return the files of data.path without data.exclude, each once and sorted.
 
     A folder stands for its files of data.kind.
     """
     found = {}
     for pattern in [data.path] if isinstance(data.path, str) else data.path:
-        matches = _expand(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data)
+        matches = _expand(
+            pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data, words
+        )
         if not matches:
-            raise InputError(
-                f"data.path: no file matches {pattern!r}{_what_is_there(pattern, data.kind)}"
-            )
+            found = _what_is_there(pattern, data.kind, words)
+            raise InputError(f"{words.place}no file matches {pattern!r}{found}")
         found |= {os.path.abspath(file): file for file in matches}
     unwanted = [each for p in data.exclude for each in (p, f"*/{p}", os.path.abspath(p))]
     kept = [
@@ -58,14 +60,14 @@ def find_files(data: Data) -> list[Path]:
     return sorted(map(Path, shortest.values()))
 
 
-def _expand(pattern: str, data: Data) -> list[str]:
+def _expand(pattern: str, data: Data, words: Wording) -> list[str]:
     """Return the files that one entry of data.path names: a file, a folder or a glob."""
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
         # without pipes, which may never end; broken links are kept, and are an error when read
         files = [
             file
-            for file in _files_below(pattern)
+            for file in _files_below(pattern, words)
             if os.path.isfile(file) or not os.path.exists(file)
         ]
         return [file for file in files if _is_of_kind(file, data)]
@@ -81,25 +83,27 @@ def _is_of_kind(file: str, data: Data) -> bool:
     return file.endswith(SUFFIXES[data.kind])
 
 
-def _what_is_there(pattern: str, kind: str) -> str:
+def _what_is_there(pattern: str, kind: str, words: Wording) -> str:
     """Return a hint on a path without data: the files of a folder, or how to write a list."""
     folder = os.path.expanduser(pattern)
     if not os.path.isdir(folder):
-        hub = hub_hint(pattern, "data.path=", " --repo-type dataset")
+        hub = hub_hint(pattern, words.give, " --repo-type dataset")
         if pattern == "-":
             return " (/dev/stdin is the standard input)"
-        return f" (a list is written data.path='[{pattern}]')" if "," in pattern else hub
-    suffixes = Counter(os.path.splitext(file)[1] for file in _files_below(folder))
+        is_list = "," in pattern and words.path
+        return f" (a list is written {words.path}='[{pattern}]')" if is_list else hub
+    suffixes = Counter(os.path.splitext(file)[1] for file in _files_below(folder, words))
     if not suffixes:
         return " (the folder is empty, or all in it is hidden)"
     found = ", ".join(
         f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(3)
     )
     wanted = " or ".join(SUFFIXES[kind])
-    return f" (as data.kind={kind} a folder's {wanted} files count, it has {found}; a glob such as '*.json' takes any)"
+    counting = f"as {words.kind}{kind} a folder's {wanted} files count, it has {found}"
+    return f" ({counting}; a glob such as '*.json' takes any)"
 
 
-def _files_below(top: str) -> Iterator[str]:
+def _files_below(top: str, words: Wording) -> Iterator[str]:
     """Yield the files in a folder and its subfolders, those behind links to folders last.
 
     Each folder is visited once, under its own name if it has one below `top`.
@@ -115,13 +119,15 @@ def _files_below(top: str) -> Iterator[str]:
             folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
             tops += filter(os.path.islink, [os.path.join(folder, name) for name in folders])
             names = [name for name in names if not name.startswith(".")]
-            yield from (os.path.join(folder, name) for name in _without_caches(folder, names))
+            yield from (
+                os.path.join(folder, name) for name in _without_caches(folder, names, words)
+            )
 
 
-def _without_caches(folder: str, names: list[str]) -> list[str]:
+def _without_caches(folder: str, names: list[str], words: Wording) -> list[str]:
     """Return the names of a folder's files, without caches if save_to_disk of `datasets` made it."""
     if "dataset_dict.json" in names:
-        raise InputError(f"data.path: {folder} holds several splits (name one, a folder in it)")
+        raise InputError(f"{words.place}{folder} holds several splits (name one, a folder in it)")
     if not {"dataset_info.json", "state.json"} <= {*names}:
         return names
     state = Path(folder, "state.json")

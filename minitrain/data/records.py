@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from minitrain.data.wording import SETTINGS, Wording
 from minitrain.data.wrong_text import encoding_of, in_utf8, not_json
 from minitrain.errors import InputError, located, reading
 from minitrain.formats.magic import kind_of_binary, kind_of_json, read_head, stand_in_kind
@@ -81,7 +82,7 @@ class Skips:
 
 
 def read_texts(
-    files: list[Path], skips: Skips, in_pieces: bool = False
+    files: list[Path], skips: Skips, in_pieces: bool = False, words: Wording = SETTINGS
 ) -> Iterator[str | Iterator[str]]:
     """Yield each file as one document. Empty files are usable: trees of source code have many.
 
@@ -90,12 +91,12 @@ def read_texts(
     for file in files:
         if in_pieces:
             # read once before, so that no pieces of a skipped file are yielded
-            if skips.read(deque, pieces_of(file), 0) is not None:
-                yield pieces_of(file)
+            if skips.read(deque, pieces_of(file, words), 0) is not None:
+                yield pieces_of(file, words)
             continue
         with reading(file):
             raw = file.read_bytes()
-        text = skips.read(decode, raw, file)
+        text = skips.read(decode, raw, file, 0, words)
         if text is not None:
             yield text
 
@@ -105,9 +106,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def lines_of(file: Path) -> list[str]:
+def lines_of(file: Path, words: Wording = SETTINGS) -> list[str]:
     """Return the lines of a text file that are not blank. Raises InputError if there are none."""
-    text = "".join(read_texts([file], Skips()))
+    text = "".join(read_texts([file], Skips(), words=words))
     # not splitlines, which would also split at U+2028 and the like
     lines = [line for line in re.split(r"\r?\n", text) if line.strip()]
     if not lines:
@@ -115,7 +116,7 @@ def lines_of(file: Path) -> list[str]:
     return lines
 
 
-def pieces_of(file: Path) -> Iterator[str]:
+def pieces_of(file: Path, words: Wording) -> Iterator[str]:
     """Yield a text in pieces of a few MiB, cut after lines that are not followed by white space.
 
     No token of the usual tokenizers spans such a place. If all lines are empty, indented or end in
@@ -126,7 +127,7 @@ def pieces_of(file: Path) -> Iterator[str]:
     with reading(file), file.open("rb") as raw:
         # whole lines, so that no character is split
         while block := raw.read(PIECE) + raw.readline():
-            rest += decode(block, file, place)
+            rest += decode(block, file, place, words)
             place += len(block)
             ends = next(
                 filter(None, ([cut.end() for cut in c.finditer(rest)] for c in CUTS)), [0]
@@ -137,23 +138,24 @@ def pieces_of(file: Path) -> Iterator[str]:
     yield rest
 
 
-def decode(raw: bytes, file: Path, place: int = 0) -> str:
+def decode(raw: bytes, file: Path, place: int = 0, words: Wording = SETTINGS) -> str:
     """Return the text of bytes that begin at `place` in a file. Raises InputError if it is no text."""
     # zero bytes are valid UTF-8, but mean a binary file
-    look = kind_of_binary if b"\0" in raw[:4096] else stand_in_kind
-    if what := look(file, raw):
+    binary = b"\0" in raw[:4096]
+    if what := kind_of_binary(file, raw, words.kind) if binary else stand_in_kind(file, raw):
         raise InputError(f"{file} is {what}")
     # UTF-16 without a mark is also valid UTF-8, with zero bytes
-    if not place and b"\0" in raw[:4096] and encoding_of(raw):
+    if not place and binary and encoding_of(raw):
         raise InputError(f"{file} is not UTF-8{in_utf8(raw)}")
     try:
         # drop a byte order mark
         return raw.decode("utf-8" if place else "utf-8-sig")
     except UnicodeDecodeError as error:
-        what = kind_of_binary(file, raw)
+        what = kind_of_binary(file, raw, words.kind)
         fault = f"not UTF-8 at byte {place + error.start}{in_utf8(raw)}"
         fault = f"{what}, no text" if what else fault
-        raise InputError(f"{file} is {fault} (data.exclude leaves files out)") from error
+        hint = f" ({words.exclude} leaves files out)" if words.exclude else ""
+        raise InputError(f"{file} is {fault}{hint}") from error
 
 
 class Number(float):
@@ -170,7 +172,9 @@ class Number(float):
         return f"{Decimal(self.text):f}" if "e" in self.text.lower() and in_reach else self.text
 
 
-def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]:
+def read_records(
+    files: list[Path], parse: Parse, skips: Skips, words: Wording = SETTINGS
+) -> Iterator[Any]:
     """Yield parse(object) for every JSON object of the files.
 
     Errors name FILE:LINE. A file without objects is unusable, and so is the rest of a damaged file.
@@ -180,7 +184,7 @@ def read_records(files: list[Path], parse: Parse, skips: Skips) -> Iterator[Any]
             head = read_head(file)
         empty = True
         try:
-            for where, read in _items(file, head):
+            for where, read in _items(file, head, words):
                 empty = False
                 value = skips.read(_parse, read, where, parse)
                 if value is not None:
@@ -214,13 +218,13 @@ def holds_records(file: Path, keys: Sequence[str]) -> bool:
         return named and re.match(rb"\[\s*\{", begin) is not None
     several = ADJOINING.search(whole)
     try:
-        first = _parse_json(whole[: several.start() + 1] if several else whole)
+        first = _parse_json(whole[: several.start() + 1] if several else whole, SETTINGS)
     except InputError:
         return named and several is not None
     return (named and several is not None) or any(key in first for key in keys)
 
 
-def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _items(file: Path, head: bytes, words: Wording) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield for each object of a file its place, for messages, and a function that returns it."""
     number = 0
     if head.startswith((PARQUET, ARROW, ARROW_STREAM)):
@@ -231,7 +235,7 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
     try:
         with reading(file), opened(file, "rb") as lines:
             head = lines.peek(4096)[:4096]
-            if what := kind_of_json(file, head):
+            if what := kind_of_json(file, head, words.kind):
                 raise InputError(f"{file} is {what}")
             if b"\0" in head and encoding_of(head):
                 raise InputError(f"{file} is not UTF-8{in_utf8(head)}")
@@ -239,14 +243,14 @@ def _items(file: Path, head: bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
                 raw = lines.read()
                 if not ADJOINING.search(raw):
                     with located(file):
-                        items = _parse_json(raw)
+                        items = _parse_json(raw, words)
                     for number, item in enumerate(items):
                         yield f"{file}[{number}]", partial(_as_it_is, item)
                     return
                 lines = raw.split(b"\n")
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield f"{file}:{number}", partial(_parse_json, line)
+                    yield f"{file}:{number}", partial(_parse_json, line, words)
     except (EOFError, zlib.error) as error:
         raise InputError(f"{file}:{number + 1}: damaged or cut off: {error}") from error
 
@@ -316,7 +320,7 @@ def _parse(read: Callable[[], Any], where: str, parse: Parse) -> Any:
         return parse(tree)
 
 
-def _parse_json(raw: bytes) -> Any:
+def _parse_json(raw: bytes, words: Wording) -> Any:
     try:
         text = raw.decode("utf-8-sig")
         return json.loads(
@@ -325,7 +329,7 @@ def _parse_json(raw: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise InputError(f"not valid JSON: {error}{in_utf8(raw)}") from error
     except (ValueError, RecursionError) as error:
-        hint = not_json(text) if isinstance(error, json.JSONDecodeError) else ""
+        hint = not_json(text, words.lines) if isinstance(error, json.JSONDecodeError) else ""
         raise InputError(f"not valid JSON: {error}{hint}") from error
 
 
@@ -342,16 +346,19 @@ def _object(pairs: list) -> dict:
     return tree
 
 
-def other_task(record: dict, *tasks: str) -> str:
-    """Return the one of `tasks` that an object's keys fit, with the reason; "" if none."""
+def other_task(record: dict, words: Wording, *kinds: str) -> str:
+    """Return what an object is, and what takes it, if it is one of `kinds`; "" otherwise.
+
+    kinds: of document, chat and pair.
+    """
     has_pair = record.get("chosen") is not None and record.get("rejected") is not None
     chats = [key for key in ("messages", "conversations") if record.get(key)]
     found = {
-        "dpo": "'chosen' and 'rejected' are a pair of replies" if has_pair else "",
-        "sft": f"{chats[0]!r} is a chat" if chats else "",
-        "pretrain": "'text' is a document" if isinstance(record.get("text"), str) else "",
+        "pair": "'chosen' and 'rejected' are a pair of replies" if has_pair else "",
+        "chat": f"{chats[0]!r} is a chat" if chats else "",
+        "document": "'text' is a document" if isinstance(record.get("text"), str) else "",
     }
-    return next((f"{found[task]}, for task={task}" for task in tasks if found[task]), "")
+    return next((found[kind] + getattr(words, kind) for kind in kinds if found[kind]), "")
 
 
 def text_of(record: dict, key: str, hint: str = "") -> str:

@@ -1,11 +1,12 @@
 """Toy worlds: generated data, whose code is in examples/ and is loaded by its dotted path."""
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
+
+from minitrain.user_code import load_from
 
 # name -> package.module:name
 TOYS = {
@@ -39,9 +40,3 @@ class World(Protocol):
 
 def load_toy(name: str) -> Callable:
     return load_from(TOYS[name])
-
-
-def load_from(place: str) -> Callable:
-    """Import and return what package.module:name refers to."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)

@@ -23,7 +23,6 @@ LONGEST = 1 << 20
 WESTERN = (
     "\u2018\u2019\u201c\u201d\u2013\u2014\u2026\u20ac\xa3\xa9\xae\xb0\xab\xbb\xbf\xa1\xbd\xa0"
 )
-QUOTES = re.compile("[\u201c\u201d\u201e\u00ab\u00bb]")
 # characters that look like a sign of YAML -> that sign
 LOOK_ALIKES = {
     "\uff1a": ":",
@@ -34,9 +33,6 @@ LOOK_ALIKES = {
     "\u201c": '"',
     "\u201d": '"',
 }
-# Python's words -> JSON's
-WORDS = {"True": "true", "False": "false", "None": "null"}
-PYTHON = re.compile(r"\b(True|False|None)\b")
 CSV = "a table in text (datasets' Dataset.from_csv(FILE).to_json(NEW) converts it)"
 
 
@@ -92,24 +88,21 @@ def look_alike(text: str) -> str:
     return ""
 
 
-def not_json(text: str) -> str:
-    """Return in parentheses what is wrong with a line of JSON that cannot be parsed; "" if unknown."""
+def not_json(text: str, texts: str) -> str:
+    """Return in parentheses what is wrong with a line of JSON that cannot be parsed; "" if unknown.
+
+    texts: where lines of text belong.
+    """
     text = text[:LONGEST].strip()
     if text[:1] not in ("{", "["):
-        return f" ({not_an_object(text)})"
-    mended = {
+        return f" ({not_an_object(text, texts)})"
+    # what json itself says in these cases names the place behind the mistake
+    commas = {
         "a comma ends it: remove it": re.sub(r",$", "", text),
         "a comma stands before a closing bracket: remove it": re.sub(r",(\s*[}\]])", r"\1", text),
-        'its quotes are typographic: write "': QUOTES.sub('"', text),
-        "a backslash is written twice: \\\\": re.sub(r'\\(?!["\\/bfnrtu])', r"\\\\", text),
-        "a comment ends it: JSON has none": re.sub(r"\s*(//|#)[^\"]*$", "", text),
-        "true, false and null are JSON's words": PYTHON.sub(lambda word: WORDS[word[0]], text),
-        "null stands for what is missing": re.sub(r"\b(nan|undefined)\b", "null", text),
-        "keys stand in quotes": re.sub(r"([{,]\s*)([A-Za-z_]\w*)(\s*:)", r'\1"\2"\3', text),
-        "a line break or tab in a text is written \\n or \\t": re.sub(r"[\n\r\t]", " ", text),
     }
-    for mistake, other in mended.items():
-        if other != text and is_json(other):
+    for mistake, mended in commas.items():
+        if mended != text and is_json(mended):
             return f" ({mistake})"
     with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         ast.literal_eval(text)
@@ -121,7 +114,7 @@ def not_json(text: str) -> str:
     return " (it has no end: cut off, or broken over several lines?)" if is_open(text) else ""
 
 
-def not_an_object(text: str) -> str:
+def not_an_object(text: str, texts: str) -> str:
     """Return what a line is that does not begin like an object or an array of JSON."""
     if text.startswith(("//", "#", "/*")):
         return "a comment: JSON has none"
@@ -131,7 +124,7 @@ def not_an_object(text: str) -> str:
         return "a stream of a server: what stands behind data: is JSON"
     if re.search(r"\t|[,;](?=\S)", text):
         return CSV
-    return "text: data.kind=text reads texts"
+    return f"text: {texts}"
 
 
 def is_open(text: str) -> bool:

@@ -52,11 +52,11 @@ class Calculator:
     def step(self, response: Reply) -> tuple[list[dict], float, bool]:
         if not response.tool_calls:
             return [], math(response, self.answer, self.row), True
-        answers = [{"role": "tool", "content": called(call)} for call in response.tool_calls]
+        answers = [{"role": "tool", "content": result_of(call)} for call in response.tool_calls]
         return answers, 0.0, False
 
 
-def called(call: ToolCall) -> str:
+def result_of(call: ToolCall) -> str:
     """Return what a call of the calculator gives, or what is wrong with it."""
     expression = (call.arguments or {}).get("expression")
     if call.name != "calculate" or not isinstance(expression, str):

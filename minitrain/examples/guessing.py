@@ -1,12 +1,12 @@
 """A text game as an environment of task=grpo: guess a number, and be told where to look for it.
 
-Who halves what is left finds one of 2^n - 1 numbers in n turns. A line of data has the question and
+By halving what is left, one of 2^n - 1 numbers is found in n turns. A line of data has the question and
 the number: {"prompt": "1 to 3?", "answer": "2"}; grpo.turns says how many guesses there are.
 """
 
 
 class Guessing:
-    """The game of one sample. A guess is worth 1 if it is right, and ends the game if it is none."""
+    """The game of one sample. A right guess is worth 1; it ends the game, as does a reply that is no number."""
 
     def reset(self, row: dict) -> list[dict]:
         self.number = int(row["answer"])

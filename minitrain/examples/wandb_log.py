@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-# told before the first step
+# at once, not when the first step is done
 if find_spec("wandb") is None:
     raise ImportError("it needs the package wandb: pip install wandb")
 

@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from dataclasses import field as default
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minitrain.errors import InputError
@@ -54,21 +53,21 @@ class Family:
     # the name in `architectures`
     architecture: str
     # key -> the only value that `Decoder` supports; the key may be missing
-    values: dict = default(default_factory=dict)
+    values: dict = field(default_factory=dict)
     # further fields of `DecoderConfig` -> keys; values are converted to the field's type
-    fields: dict = default(default_factory=dict)
+    fields: dict = field(default_factory=dict)
     # key of most families -> this family's key
-    keys: dict = default(default_factory=dict)
+    keys: dict = field(default_factory=dict)
     # alternative key -> the key that is read
-    aliases: dict = default(default_factory=dict)
+    aliases: dict = field(default_factory=dict)
     # fields of `DecoderConfig` that this family fixes to other values than their defaults
-    fixed: dict = default(default_factory=dict)
+    fixed: dict = field(default_factory=dict)
     # the supported quant_method; None: no quantized weights
     quantized: str | None = None
     # the default of rope_theta
     rope_theta: float = 10000.0
     # the default of rope_scaling
-    rope: dict = default(default_factory=dict)
+    rope: dict = field(default_factory=dict)
     # the default of window_rope_theta, or 0 for rope_theta; None: there is no such setting
     window_rope: float | None = None
     # the default of norm_topk_prob; None: no such key, and it is always true
@@ -103,7 +102,7 @@ class Family:
 
     # parts of our names -> parts of stored names, all replaced at once; or a function of the name and
     # of the number of layers
-    renamed: dict | Callable[[str, int], str] = default(default_factory=dict)
+    renamed: dict | Callable[[str, int], str] = field(default_factory=dict)
     # full_name(key): return the name that transformers gives a tensor, where other files shorten it
     full_name: Callable[[str], str] = lambda key: key
     # place(name, shape): return the stored tensor that holds a parameter, its shape, where the
@@ -114,7 +113,7 @@ class Family:
     # parts of our names that may also appear unchanged in files
     also_ours: tuple = ()
     # names of an expert's matrices: ours -> stored
-    expert_matrices: dict = default(default_factory=dict)
+    expert_matrices: dict = field(default_factory=dict)
     # True: experts are stored as transposed stacks, with the rows of gate and up alternating as ours do
     stacked: bool = False
     # pattern of stored tensors to skip
@@ -124,7 +123,7 @@ class Family:
     depth_of: Callable[[str, int], int | None] | None = None
     # names of copies that files have in each layer of multi-token prediction: ours -> stored, with {}
     # for the layer's number
-    copied: dict = default(default_factory=dict)
+    copied: dict = field(default_factory=dict)
 
     @property
     def classifier(self) -> str:

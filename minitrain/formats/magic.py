@@ -25,28 +25,14 @@ BZh = packed by bzip2 (bzip2 -d)
 \xff\x06\0\0sNaPpY = packed by snappy (unpack it)
 7z\xbc\xaf = a 7z archive (unpack it)
 Rar! = a rar archive (unpack it)
-PAR1 = a parquet file (data.kind=jsonl reads it)
-ARROW1 = an arrow file (data.kind=jsonl reads it)
-ORC = an ORC file (convert it to JSONL)
-Obj\x01 = an Avro file (convert it to JSONL)
-\x89HDF = an HDF5 file (save its arrays as .npy)
-SQLite format 3 = an SQLite database (convert it to JSONL)
+PAR1 = a parquet file ({kind}jsonl reads it)
+ARROW1 = an arrow file ({kind}jsonl reads it)
 GGUF = a GGUF file, as of llama.cpp (use the model's safetensors)
 \x80\x02\x8a\n = pickled by torch (save its arrays as .npy, its weights as safetensors)
 \x80\x04\x95 = pickled by Python (save its arrays as .npy)
 \x80\x05\x95 = pickled by Python (save its arrays as .npy)
-%PDF = a PDF (extract its text)
-\x7fELF = a program
 MMIDIDX = Megatron's index of a .bin file (give the .bin, beside which it is read)
-TNTIDX\0\0 = the index of an older Megatron (convert the data to MMIDIDX, or save its tokens as .npy)
-LITPKDS = a packed dataset of lit-gpt, with a header of 24 bytes (save its tokens as .npy)
-\x8a\xd84\x01 = an evaluation set of llm.c (give its training tokens)
-\xc6\xd74\x01 = a model of llm.c (give its training tokens)
-\xc7\xd74\x01 = a debugging state of llm.c (give its training tokens)
-\xc8\xd74\x01 = a tokenizer of llm.c (give its training tokens)
 """
-# PNG, GIF, JPEG; WebP, WAV, AVI; MP3, Ogg, FLAC; Matroska, WebM; MP4, MOV, HEIC
-MEDIA = rb"(?s)\x89PNG|GIF8|\xff\xd8\xff|RIFF|ID3|OggS|fLaC|\x1a\x45\xdf\xa3|.{4}ftyp"
 # a JSON object over several lines
 SPREAD = re.compile(rb"(\xef\xbb\xbf)?\s*\{[ \t]*\r?\n")
 
@@ -72,22 +58,20 @@ def stand_in_kind(file: Path, head: bytes) -> str:
     return signatures()[LFS] if head.startswith(LFS) else ""
 
 
-def kind_of_binary(file: Path, head: bytes) -> str:
-    """Return the kind of a binary file that begins with `head`; "" if it is not recognized."""
+def kind_of_binary(file: Path, head: bytes, kind: str = "data.kind=") -> str:
+    """Return the kind of a binary file that begins with `head`; "" if it is not recognized.
+
+    kind: what stands before another kind of data, where the file is one.
+    """
     length = int.from_bytes(head[:8], "little")
     if head[8:10] == b'{"' and length < 1 << 27:
         return "a safetensors file (of tensors, not of tokens or text)"
     if head[:4] == b"\xff" * 4 and 0 < int.from_bytes(head[4:8], "little") < 1 << 20:
-        return "an arrow stream, as datasets saves them (data.kind=jsonl reads it)"
-    if re.match(MEDIA, head):
-        return "a picture, a sound or a video"
-    if head[257:262] == b"ustar":
-        return "a tar archive (unpack it)"
+        return f"an arrow stream, as datasets saves them ({kind}jsonl reads it)"
     if length < 1 << 40 and head[8:12] == masked_crc(head[:8]).to_bytes(4, "little"):
         return "a TFRecord file (save its tokens as .npy, its texts as JSONL)"
-    return stand_in_kind(file, head) or next(
-        (what for magic, what in signatures().items() if head.startswith(magic)), ""
-    )
+    known = (what for magic, what in signatures().items() if head.startswith(magic))
+    return stand_in_kind(file, head) or next(known, "").format(kind=kind)
 
 
 def masked_crc(data: bytes) -> int:
@@ -163,13 +147,13 @@ def library_of(settings: dict) -> str:
     return str(settings.get("peft_type"))
 
 
-def kind_of_json(file: Path, head: bytes) -> str:
+def kind_of_json(file: Path, head: bytes, kind: str) -> str:
     """Return the kind of a file that is neither JSON lines nor a JSON array; "" if it may be."""
     if file.suffix in (".csv", ".tsv"):
         return "a table in text (datasets' Dataset.from_csv(FILE).to_json(OUT) converts it)"
     if SPREAD.match(head):
         return "JSON over several lines, not an object a line (jq -c . FILE > FILE.jsonl)"
-    return kind_of_binary(file, head)
+    return kind_of_binary(file, head, kind)
 
 
 def kind_of_tokens(file: Path, head: bytes) -> str:
@@ -177,14 +161,14 @@ def kind_of_tokens(file: Path, head: bytes) -> str:
     found = kind_of_binary(file, head)
     if found or len(head) < 64:
         return found
-    # such a chunk begins with the number of its items and their offsets; the first item follows
-    # these, in MosaicML's format after a description in JSON
+    # a shard of MosaicML's streaming (.mds) begins with the number of its samples and their offsets; the
+    # first sample follows these and a description in JSON
     count, *begins = struct.unpack("<9I", head[:36])
     begins = begins[: count + 1]
     gap = begins[0] - 4 * (count + 2)
     described = head[4 * (count + 2) :][:2] in (b'{"', b"") and 0 < gap < 1 << 16
-    if begins == sorted({*begins}) and count and (described or (gap == 0 and count > 6)):
-        return "a chunk of litdata or MosaicML's streaming (save its tokens as .npy)"
+    if count and described and begins == sorted({*begins}):
+        return "a shard of MosaicML's streaming (save its tokens as .npy)"
     code = "utf-16" if re.match(rb"\xff\xfe|\xfe\xff", head) else "utf-8"
     text = head.decode(code, "ignore")
     # the head may end within a character

@@ -6,6 +6,7 @@ In the order of reading:
     rollouts         groups of responses, and their rewards; evaluation
     environments     what samples talk to before they end: tools, games, users
     rewards          what a response is worth: `exact`, `math`, or your own function
+    math_answers     how `math` compares answers
     advantages       how much better a response is than the others of its prompt
     batches          responses packed into micro-batches
     policy_trainer   log-probabilities, and one or several updates

@@ -39,12 +39,12 @@ from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem
-from minitrain.grpo.rewards import call, finite_number, load_function
 from minitrain.parallel.agreement import gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.settings import Config
+from minitrain.user_code import call, finite_number, load_function
 
 # seconds between two looks at what other ranks' environments have answered
 POLL = 0.01
@@ -149,7 +149,7 @@ class Environments:
         group: ProcessGroup | None = None,
     ):
         self.settings = config.grpo
-        self.talk = talk
+        self.make, self.dialog = talk
         self.sampler = sampler
         self.longest = longest
         self.group = group
@@ -321,9 +321,9 @@ class Host:
         self.index = index
         self.episode = episode
         self.settings = environments.settings
-        self.make = environments.talk.make
+        self.make = environments.make
         self.longest = environments.longest
-        self.dialog = environments.talk.dialog()
+        self.dialog = environments.dialog()
         self.environment: Environment | None = None
         # of all calls, and when the last began
         self.calls = 0

@@ -13,9 +13,9 @@ after them.
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor, UntypedStorage
 
+from minitrain.parallel.activation_offload import bytes_of, copy_to_host
 from minitrain.parallel.shards import to_local
 
 Tensors = Callable[[], Iterable[Tensor]]
@@ -32,9 +32,7 @@ class Memory:
         self.kept = kept
         self.lost = lost
         # by part: (storage, its bytes, its copy on the host, or None if its values are lost)
-        self.away: dict[str, list[tuple[UntypedStorage, int, UntypedStorage | None]]] = (
-            defaultdict(list)
-        )
+        self.away: dict[str, list[tuple[UntypedStorage, int, Tensor | None]]] = defaultdict(list)
 
     def hold(self, name: str) -> None:
         """Load the tensors of this name, and offload all others."""
@@ -42,14 +40,14 @@ class Memory:
             if other == name:
                 continue
             for storage in storages(tensors()):
-                copy = to_host(storage) if other in self.kept else None
+                copy = copy_to_host(bytes_of(storage)) if other in self.kept else None
                 self.away[other].append((storage, storage.nbytes(), copy))
                 storage.resize_(0)
         for storage, size, copy in self.away.pop(name, []):
             # the same storage object: all tensors that use it have their memory back
             storage.resize_(size)
             if copy is not None:
-                storage.copy_(copy, non_blocking=True)
+                bytes_of(storage).copy_(copy, non_blocking=True)
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
@@ -59,11 +57,3 @@ def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
         for storage in (to_local(tensor).untyped_storage() for tensor in tensors)
     }
     return [storage for storage in found.values() if storage.nbytes()]
-
-
-def to_host(storage: UntypedStorage) -> UntypedStorage:
-    """Copy a storage to the host, asynchronously."""
-    copy = torch.empty(
-        storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
-    ).untyped_storage()
-    return copy.copy_(storage, non_blocking=True)

@@ -148,7 +148,12 @@ class PolicyTrainer:
             batch[name] = output
 
     def states(self) -> list[Tensor]:
-        """Return the optimizer's state tensors [...], but for step counts, which are scalars."""
+        """Return the optimizer's state tensors [...], but for step counts, which are scalars.
+
+        There are none to move where optim.offload keeps them on the host.
+        """
+        if self.config.optim.offload:
+            return []
         states = chain(*(state.values() for state in self.trainer.optimizer.state.values()))
         return [state for state in states if isinstance(state, Tensor) and state.ndim]
 

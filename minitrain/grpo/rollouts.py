@@ -23,20 +23,14 @@ from torch.distributed import ProcessGroup
 from minitrain.errors import InputError
 from minitrain.grpo.batches import Problem, ProblemSet, Response, packed_routes
 from minitrain.grpo.environments import Environments, Episode
-from minitrain.grpo.rewards import (
-    Reward,
-    call,
-    finite_number,
-    keeps_state,
-    overlong,
-    reward_state,
-)
+from minitrain.grpo.rewards import Reward, keeps_state, overlong, reward_state
 from minitrain.parallel.agreement import broadcast, gather
 from minitrain.rollout.engine import Sampler
 from minitrain.rollout.sampling import SamplingParams
 from minitrain.rollout.scheduler import Sample
 from minitrain.rollout.texts import TextTokenizer
 from minitrain.settings import Config
+from minitrain.user_code import call, finite_number
 
 # all responses to one prompt
 Group = list[Response]

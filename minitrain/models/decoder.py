@@ -50,6 +50,9 @@ class Block(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         mixer, mlp = config.parts(layer)
+        # whether its attention has a window, and rotary embeddings
+        self.windowed = config.windowed(layer)
+        self.rotates = config.rotates(layer)
 
         def norm(position: str) -> nn.Module:
             if config.norm_position not in (position, "both"):
@@ -250,12 +253,10 @@ class Decoder(nn.Module):
 
         def run(number: str, *inputs: Tensor) -> Tensor:
             """Return [batch, seq, hidden], as inputs: a layer's, and for one of MTP embeddings."""
-            layer = int(number)
-            layer_cache = None if cache is None else cache[layer]
-            windowed = self.config.windowed(layer)
-            rotary = rotaries[windowed] if self.config.rotates(layer) else None
-            mask = masks[windowed]
-            return self.model.layers[number](*inputs, rotary, mask, document_ids, layer_cache)
+            layer = self.model.layers[number]
+            layer_cache = None if cache is None else cache[int(number)]
+            rotary = rotaries[layer.windowed] if layer.rotates else None
+            return layer(*inputs, rotary, masks[layer.windowed], document_ids, layer_cache)
 
         return run
 

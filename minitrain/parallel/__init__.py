@@ -2,8 +2,8 @@
 
 Here: ranks as meshes (mesh); data (fsdp, with fsdp_fp8), tensor (tensor, for our models
 tensor_decoder and tensor_wan), context, expert and pipeline parallelism (pipeline, with
-pipeline_split, _stage and _moves); recompute and compiling of blocks; what they share (parts,
-shards, collectives, agreement). parallelize applies them in their order.
+pipeline_split, _stage and _moves); recompute, activation_offload and compiling of blocks; what they
+share (parts, shards, collectives, agreement). parallelize applies them in their order.
 That is at most three files from outside this folder: errors, models/variants, models/quantize; but
 fsdp_fp8 needs our FP8 Linears, too.
 Not here: losses, optimizers, settings; techniques take the values they need, and find a model's

@@ -49,7 +49,7 @@ to `context_parallel`, to settings.py and to context_faults in run/config/layout
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -166,7 +166,7 @@ def full_sequence_mask(
 ) -> Callable:
     """Return a `make_mask` for full sequences, to be called with what a rank knows of its tokens.
 
-    Masks without document ids depend on the length alone, and are cached.
+    Masks without document ids depend on the length alone: those of the last 16 lengths are cached.
     """
 
     def build(length, device, document_ids=None, **rule):
@@ -180,7 +180,8 @@ def full_sequence_mask(
             built = replace(built, chunks=tuple(own))
         return built
 
-    build_once = cache(build)
+    # videos come in many lengths, and a mask may hold as much memory as a block's activations
+    build_once = lru_cache(maxsize=16)(build)
 
     def make(length, device, document_ids=None, **rule):
         # length: of this rank's tokens; document_ids: int [batch, seq / cp]; rule: causal, window

@@ -12,12 +12,14 @@ A block of width h saves about 34 h bytes per token in bf16 (Korthikanti et al. 
                 together
     selective   outputs of matrix products, attention,     norms, activations and rotations run
                 all-to-alls and reduce-scatters            twice: a few percent
+    offload     everything, on the host; on the device     copies over the bus, hidden if blocks
+                that of two blocks                         compute for longer (activation_offload.py)
 
 In the backward pass the activations of one block come on top.
 
 Recomputation runs the other collectives of a block again, in the same order on every rank, since
 all ranks recompute the same blocks. The outputs of all-gathers are too large to save.
-Left out: offloading to host memory. Source: Chen et al. 2016.
+Source: Chen et al. 2016.
 """
 
 from functools import cache, partial
@@ -32,6 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from minitrain.models.variants import set_variant
+from minitrain.parallel.activation_offload import offload
 from minitrain.parallel.collectives import operators
 
 _ops = torch.ops.aten
@@ -78,7 +81,9 @@ def saved_operators(setting: str | int) -> frozenset | None:
             ATTENTION | EXPENSIVE | ROUTING | registered(OWN_ATTENTION + OWN_PRODUCTS)
         )
     if setting != "full" and (isinstance(setting, str) or setting < 1):
-        raise ValueError(f"recompute={setting!r} is none, full, attention, selective or k >= 1")
+        raise ValueError(
+            f"recompute={setting!r} is none, full, attention, selective, offload or k >= 1"
+        )
     return None
 
 
@@ -91,10 +96,13 @@ def registered(names: tuple[str, ...]) -> set:
 def recompute(blocks: list[Module], setting: str | int, random: bool = False) -> None:
     """Make `blocks` recompute in place, before they are compiled. Parameter names stay.
 
-    setting: none, full, attention, selective, or an int k: every k-th block from the first.
+    setting: none, full, attention, selective, offload, or an int k: every k-th block from the first.
     random: the blocks draw random numbers, for dropout, and must draw the same ones again.
     """
     if setting == "none":
+        return
+    if setting == "offload":
+        offload(blocks)
         return
     # the second run must not repeat side effects, such as counting tokens per expert
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

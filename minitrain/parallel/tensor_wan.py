@@ -33,7 +33,7 @@ from minitrain.parallel.tensor import norm_over_heads, present, split_block
 if TYPE_CHECKING:
     from minitrain.models.wan import Wan
 
-COLUMN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "proj")
+COLUMN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj")
 OVER_HEADS = ("norm_q", "norm_k", "norm_added_k")
 ROW = ("to_out.0", "net.2")
 

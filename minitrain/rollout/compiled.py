@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic  # has no public name (torch 2.13)
 from torch.compiler import config
 
-from minitrain.rollout.caches import LayerCache, MambaCache, PagedKVCache
-from minitrain.rollout.cpu import attend_with_lse, of_queries, write_and_attend
+from minitrain.rollout.caches import MambaCache
+from minitrain.rollout.cpu import RowsCache, attend_with_lse, of_queries, write_and_attend
+from minitrain.rollout.kv_cache import LayerCache, PagedKVCache
 from minitrain.rollout.steps import PromptStep, split_kv, write
 
 # graphs of one function: kinds of layers x 3 numbers of rows x models
@@ -38,17 +39,35 @@ RECOMPILE_LIMIT = 64
 MAX_LOOP_QUERIES = 8
 
 
-class OpaqueCache:
+class WrappedCache:
+    """What compiled blocks see of any layer's cache."""
+
+    def __init__(self, layer: LayerCache):
+        self.layer = layer
+        self.once = layer.once
+        self.records = layer.caches.records
+
+    def record(self, indices: Tensor) -> None:
+        # where nothing is recorded there is no graph break either
+        if self.records:
+            self.record_experts(indices)
+
+    @torch.compiler.disable
+    def record_experts(self, indices: Tensor) -> None:
+        # int64 [tokens, top_k]
+        self.layer.record(indices)
+
+
+class OpaqueCache(WrappedCache):
     """A layer's cache as a graph break. Arguments are those of the cache's own methods.
 
     In decoding on CUDA the new keys and values are written before the break, by the kernels that
     compute them.
     """
 
-    def __init__(self, layer: PagedKVCache | MambaCache):
+    def __init__(self, layer: LayerCache):
+        super().__init__(layer)
         step = layer.caches.step
-        self.layer = layer
-        self.once = layer.once
         self.output_unused = layer.output_unused
         # the compiler keeps graphs of many tokens and those of few rows apart by it
         self.is_prefill = isinstance(step, PromptStep)
@@ -82,24 +101,24 @@ class OpaqueCache:
         return self.layer.mix(*args)
 
 
-class TracedCache:
-    """A layer's KV cache in this step as plain tensors, which the compiler traces.
+class TracedCache(WrappedCache):
+    """A layer's RowsCache in this step as plain tensors, which the compiler traces.
 
-    Methods are those of PagedKVCache, and `attend_to_rows` of cpu.py.
+    Methods are those of RowsCache.
     """
 
     # decoding needs every layer's output
     output_unused = False
 
-    def __init__(self, layer: PagedKVCache):
+    def __init__(self, layer: RowsCache):
+        super().__init__(layer)
         step = layer.caches.step
-        self.once = layer.once
         self.pools = layer.pools
         self.kv_index = step.kv_index
         self.buffers = layer.gather()
         self.positions = step.positions
         self.width = step.width
-        self.bias = step.bias(layer.window, self.pools[0].dtype)
+        self.bias = layer.bias()
         # [rows, 1, width, longest]: the last dimension grows with every step
         maybe_mark_dynamic(self.bias, 3)
 
@@ -142,12 +161,12 @@ def attend_in_loops(
     return out.to(q.dtype), log_sum
 
 
-def cache_for_compiler(layer: PagedKVCache | MambaCache) -> OpaqueCache | TracedCache:
+def cache_for_compiler(layer: LayerCache) -> OpaqueCache | TracedCache:
     """Wrap a layer's cache for use in a compiled block."""
     step = layer.caches.step
     if isinstance(step, PromptStep) or isinstance(layer, MambaCache):
         return OpaqueCache(layer)
-    on_cpu = layer.pools and layer.pools[0].device.type == "cpu"
+    on_cpu = isinstance(layer, RowsCache) and layer.pools
     # which rows share a prefix changes from step to step, and a graph would hold only for those
     return TracedCache(layer) if on_cpu and not step.rows.shared else OpaqueCache(layer)
 

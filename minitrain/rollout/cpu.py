@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from minitrain.models import cpu
 from minitrain.models.attention import apply_sinks
+from minitrain.rollout.kv_cache import PagedKVCache, zeros
 from minitrain.rollout.scheduler import Sample
-from minitrain.rollout.steps import DecodingStep, Rows, by_head, by_row, sinks_of_queries, write
+from minitrain.rollout.steps import by_head, by_row, sinks_of_queries, write
 
 # elements below which matrices are not packed: 1 MiB
 MIN_PACKED_ELEMENTS = 1 << 18
@@ -54,6 +55,25 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # --- row buffers
+
+
+class Rows(NamedTuple):
+    """What a decoding step reads of row buffers.
+
+    longest: how many keys the longest sample sees, with that of the new token.
+    shared, groups: in each group of rows the first `shared` tokens are the same. A group is
+        (its first row, index of all its rows).
+    to_gather: what the buffers lack, as (rows, int64 [rows, pages], first token, end).
+    """
+
+    longest: int
+    shared: int
+    groups: list[tuple[int, slice | Tensor]]
+    to_gather: list[tuple[Tensor, Tensor, int, int]]
+
+    def after_a_step(self, tokens: int = 1) -> "Rows":
+        """Return what the next step reads: complete buffers, with so many tokens more."""
+        return self._replace(longest=self.longest + tokens, to_gather=[])
 
 
 class Held(NamedTuple):
@@ -182,7 +202,7 @@ def write_and_attend(
     capacity, head_dim]. positions: int64 [rows x width]. q: [1, heads, rows x width, head_dim].
     new: for each buffer [kv_heads, rows x width, head_dim]. channels: of a value.
     width: tokens of a row.
-    attend_rows: maps q, keys and values to outputs and log-sum-exps, see `attend_to_rows`.
+    attend_rows: maps q, keys and values to outputs and log-sum-exps, see `RowsCache.attend_to_rows`.
     Returns [1, heads, rows x width, channels].
     """
     kv_heads, tokens, _ = new[0].shape
@@ -197,31 +217,97 @@ def write_and_attend(
     return by_head(out[..., :channels], width)
 
 
-def attend_to_rows(
-    q: Tensor, keys: Tensor, values: Tensor, step: DecodingStep, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Attend to each row's own keys, and to a group's shared prefix for all its rows at once.
+class RowsCache(PagedKVCache):
+    """Keys and values in pools, and for decoding steps also in row buffers.
 
-    q: [rows, kv_heads, queries, head_dim]; keys, values: [rows, kv_heads, capacity, head_dim].
-    Returns the output, shaped as q, and its log-sum-exp, fp32 and without head_dim.
-    The outputs of the two parts are weighted by their sums of exponentials.
+    buffers: a contiguous copy of each sample's keys and values, each [rows, kv_heads, capacity,
+        head_dim].
     """
-    shared = 0 if window else step.rows.shared
-    own = slice(shared, step.rows.longest)
-    bias = of_queries(step.bias(window, q.dtype)[..., own], q.shape[2])
-    out, log_sum = attend_with_lse(q, keys[:, :, own], values[:, :, own], attn_mask=bias)
-    if not shared:
-        return out, log_sum
-    common = torch.zeros_like(out)
-    sums = torch.full_like(log_sum, -torch.inf)
-    for first, rows in step.rows.groups:
-        # [1, kv_heads, rows of the group x queries, head_dim]
-        queries = q[rows].transpose(0, 1).flatten(1, 2)[None]
-        parts = attend_with_lse(
-            queries, keys[first, :, :shared][None], values[first, :, :shared][None]
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.buffers: list[Tensor] = []
+
+    def attend_to_samples(
+        self, q: Tensor, new: list[Tensor], channels: int, sinks: Tensor | None
+    ) -> Tensor:
+        step = self.caches.step
+        # [1, heads, tokens, channels]
+        return write_and_attend(
+            self.gather(),
+            step.positions,
+            q,
+            new,
+            channels,
+            step.width,
+            sinks,
+            self.attend_to_rows,
         )
-        common[rows], sums[rows] = (
-            part[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1) for part in parts
-        )
-    share = torch.sigmoid(sums - log_sum)[..., None]
-    return out.lerp(common, share.to(out.dtype)), torch.logaddexp(log_sum, sums)
+
+    def attend_to_rows(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to each row's own keys, and to a group's shared prefix for all its rows at once.
+
+        q: [rows, kv_heads, queries, head_dim]; keys, values: [rows, kv_heads, capacity, head_dim].
+        Returns the output, shaped as q, and its log-sum-exp, fp32 and without head_dim.
+        The outputs of the two parts are weighted by their sums of exponentials.
+        """
+        seen = self.caches.step.rows
+        shared = 0 if self.window else seen.shared
+        own = slice(shared, seen.longest)
+        bias = of_queries(self.bias()[..., own], q.shape[2])
+        out, log_sum = attend_with_lse(q, keys[:, :, own], values[:, :, own], attn_mask=bias)
+        if not shared:
+            return out, log_sum
+        common = torch.zeros_like(out)
+        sums = torch.full_like(log_sum, -torch.inf)
+        for first, rows in seen.groups:
+            # [1, kv_heads, rows of the group x queries, head_dim]
+            queries = q[rows].transpose(0, 1).flatten(1, 2)[None]
+            parts = attend_with_lse(
+                queries, keys[first, :, :shared][None], values[first, :, :shared][None]
+            )
+            common[rows], sums[rows] = (
+                part[0].unflatten(1, (-1, q.shape[2])).transpose(0, 1) for part in parts
+            )
+        share = torch.sigmoid(sums - log_sum)[..., None]
+        return out.lerp(common, share.to(out.dtype)), torch.logaddexp(log_sum, sums)
+
+    def bias(self) -> Tensor:
+        """Return the mask over row buffers, [rows, 1, width, longest]: 0 for visible keys, or -inf.
+
+        Layers with the same window share it.
+        """
+        step = self.caches.step
+        dtype = self.pools[0].dtype
+        key = self.window, dtype
+        if key not in step.derived:
+            # [longest] and [tokens, 1]: positions of keys and queries
+            keys = torch.arange(step.rows.longest)
+            queries = step.positions[:, None]
+            # [tokens, longest]
+            hidden = keys > queries
+            if self.window is not None:
+                hidden = hidden | (keys <= queries - self.window)
+            bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            step.derived[key] = bias.unflatten(0, (-1, 1, step.width))
+        return step.derived[key]
+
+    def gather(self) -> list[Tensor]:
+        """Return the row buffers, each [rows, kv_heads, capacity, head_dim].
+
+        The pages that `step.rows.to_gather` names are copied into them first.
+        """
+        step = self.caches.step
+        rows, capacity = self.caches.rows.shape
+        # new buffers start empty: all pages are gathered again
+        if not self.buffers or self.buffers[0].shape[:3:2] != (rows, capacity):
+            self.buffers = [
+                zeros((rows, p.shape[2], capacity, p.shape[3]), p.dtype, p.device)
+                for p in self.pools
+            ]
+        for new_rows, pages, begin, end in step.rows.to_gather:
+            for buffer, pool in zip(self.buffers, self.pools, strict=True):
+                # [rows, tokens, kv_heads, head_dim]
+                tokens = pool[pages].flatten(1, 2)[:, : end - begin]
+                buffer[new_rows, :, begin:end] = tokens.transpose(1, 2)
+        return self.buffers

@@ -437,7 +437,14 @@ class Sampler(Texts):
             pages, self.rows, settings.chunk, self.steps, reuse, self.width
         )
         # a slot for each sample that is decoded, and one for a prefill that waits for a row
-        self.caches = Caches(self.config, pages.count, size, self.rows + 1, records=self.records)
+        self.caches = Caches(
+            self.config,
+            pages.count,
+            size,
+            self.rows + 1,
+            records=self.records,
+            device=self.device,
+        )
         if self.drafter:
             self.caches.add_drafts(self.drafter.model.config, self.drafter.layers)
         # columns of a block table: a sample's most pages, and the null page for positions beyond

@@ -10,13 +10,16 @@ written: the page in the pool, and the offset in that page, each int64 [tokens].
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from minitrain.models.attention import Mask, dense_mask
+
+if TYPE_CHECKING:
+    from minitrain.rollout.cpu import Rows
 
 
 @dataclass
@@ -80,25 +83,6 @@ class PromptStep:
         return self.masks[key]
 
 
-class Rows(NamedTuple):
-    """What decoding steps on the CPU read of row buffers (cpu.py).
-
-    longest: how many keys the longest sample sees, with that of the new token.
-    shared, groups: in each group of rows the first `shared` tokens are the same. A group is
-        (its first row, index of all its rows).
-    to_gather: what the buffers lack, as (rows, int64 [rows, pages], first token, end).
-    """
-
-    longest: int
-    shared: int
-    groups: list[tuple[int, slice | Tensor]]
-    to_gather: list[tuple[Tensor, Tensor, int, int]]
-
-    def after_a_step(self, tokens: int = 1) -> "Rows":
-        """Return what the next step reads: complete buffers, with so many tokens more."""
-        return self._replace(longest=self.longest + tokens, to_gather=[])
-
-
 class DecodingStep:
     """What a decoding step reads: `width` tokens of each row. A row is a sample, or padding.
 
@@ -109,7 +93,8 @@ class DecodingStep:
     block_table: int64 [rows, columns], each sample's pages in order; beyond them, the null page.
     slots: int64 [rows], where each sample's Mamba states are.
     pool_pages: the number of pages of the whole pool.
-    rows: on the CPU, what there is to know of row buffers.
+    rows: on the CPU, what its caches read of row buffers (cpu.py).
+    derived: what layers of one kind have computed for this step, for the others.
     """
 
     def __init__(
@@ -128,8 +113,7 @@ class DecodingStep:
         self.pool_pages = pool_pages
         # (window, queries) -> mask; made once, then updated in place
         self.masks: dict[tuple, PageMask] = {}
-        # window -> bias of the current step
-        self.biases: dict[int | None, Tensor] = {}
+        self.derived: dict[tuple, Tensor] = {}
         self.rows: Rows | None = None
 
     def begin(self) -> None:
@@ -143,32 +127,18 @@ class DecodingStep:
         self.kv_index = self.page, self.positions % self.page_size
         for mask in self.masks.values():
             mask.update(self)
-        self.biases = {}
+        self.derived = {}
 
     def page_mask(self, window: int | None, queries: int = 1) -> BlockMask:
         """Return the BlockMask over the pool.
 
-        queries: of each row; on CUDA its tokens' query heads that share a key head (caches.py).
+        queries: of each row; on CUDA its tokens' query heads that share a key head (kv_cache.py).
         """
         key = window, queries
         if key not in self.masks:
             self.masks[key] = (PageMask if self.width == 1 else DraftMask)(self, *key)
             self.masks[key].update(self)
         return self.masks[key].blocks
-
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask over row buffers, [rows, 1, width, longest]: 0 for visible keys, or -inf."""
-        if window not in self.biases:
-            # [longest] and [tokens, 1]: positions of keys and queries
-            key = torch.arange(self.rows.longest, device=self.positions.device)
-            query = self.positions[:, None]
-            # [tokens, longest]
-            hidden = key > query
-            if window is not None:
-                hidden = hidden | (key <= query - window)
-            bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-            self.biases[window] = bias.unflatten(0, (-1, 1, self.width))
-        return self.biases[window]
 
 
 class PageMask:

@@ -41,8 +41,8 @@ def write_trace(simulation: Simulation, path: str) -> None:
             name = f"{span.name} {shape_of(event)}"
             arguments = {"kind": span.kind, "FLOPs": event.flops}
             events.append(box(rank, lanes[span.stream], name, span.begin, span.end, **arguments))
-        for held, at in zip(trace.held, line.at, strict=True):
-            kinds = dict(zip(MEMORY_KINDS, held, strict=True))
+        for used, at in zip(trace.memory, line.at, strict=True):
+            kinds = dict(zip(MEMORY_KINDS, used, strict=True))
             counter = {"ph": "C", "pid": rank, "name": "bytes", "ts": at * MICROSECONDS}
             events.append(counter | {"args": kinds})
         name = f"rank at place {rank} of the pipeline" if simulation.pipeline else "rank 0"

@@ -14,7 +14,7 @@ from minitrain.run.launch.start import meshes_of
 from minitrain.settings import Config
 from minitrain.simulator.fake_world import fake_world, trace_step
 from minitrain.training.build import make_model
-from minitrain.training.footprint import describe_sizes, footprint
+from minitrain.training.footprint import GIB, describe_sizes, footprint, on_host
 
 
 def estimate_memory(config: Config, world_size: int) -> dict[str, float]:
@@ -57,9 +57,15 @@ def dry_run(config: Config) -> str:
         total = sum(p.numel() for p in make_model(config).parameters())
         mine = sum(to_local(p).numel() for p in model.parameters())
         sizes = footprint(model, config)
+        away = on_host(model, config)
     count = micro_batches(config)
+    others = "activations"
+    if config.recompute == "offload":
+        others += " of two blocks; those of all others are on the host"
+    if away:
+        others += f"; {away / GIB:.1f} GiB of optimizer states are on the host"
     return (
         f"{total:,} parameters over {ranks} ranks, {mine:,} on rank 0, which takes "
-        f"{describe_sizes(sizes)} and activations; "
+        f"{describe_sizes(sizes)} and {others}; "
         f"{count} micro-batch(es) a step: ok"
     )

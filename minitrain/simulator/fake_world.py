@@ -53,7 +53,7 @@ from minitrain.training.loop import Trainer
 
 # the models' exchange points for attention: over tokens, and from a video to its text
 ATTENDING = ("attend", "attend_text")
-# a name in parallel/shards.py that `stand_ins` replaces
+# a name in parallel/shards.py that `patched_for_fake_tensors` replaces
 OFFSETS = "compute_local_shape_and_global_offset"
 
 
@@ -206,7 +206,7 @@ def trace_step(
     """
     if config.teachers:
         raise InputError("distill.teacher: a second model is not simulated (leave it out)")
-    with fake_world(world_size, rank), stand_ins(visible):
+    with fake_world(world_size, rank), patched_for_fake_tensors(visible):
         meshes = meshes_of(config, "cpu")
         tracer = Tracer(process_groups(meshes))
         dataset, _ = open_dataset(config)
@@ -224,8 +224,8 @@ def trace_step(
 def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
     """Trace step 0 of a trainer whose optimizer states exist. Its tensors may be real or fake."""
     states = trainer.optimizer.state.values()
-    tracer.hold(parts(trainer.model.state_dict().values()), "parameters")
-    tracer.hold(parts(value for state in states for value in state.values()), "optimizer")
+    tracer.classify(parts(trainer.model.state_dict().values()), "parameters")
+    tracer.classify(parts(value for state in states for value in state.values()), "optimizer")
     with tracer, marked_schedule(tracer), marked_passes(trainer, tracer):
         mark_blocks(trainer.model, tracer)
         trainer.step(dataset, 0)
@@ -260,7 +260,7 @@ def make_counted(visible: float | None, config: Config, **stage) -> Module:
 
 
 @contextmanager
-def stand_ins(visible: float | None) -> Iterator[None]:
+def patched_for_fake_tensors(visible: float | None) -> Iterator[None]:
     """Patch functions that models have no exchange points for, so that they work on fake tensors."""
     saved = recompute.ATTENTION | {torch.ops.minitrain.attention.default}
     patches = [

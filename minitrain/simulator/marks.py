@@ -61,13 +61,13 @@ def marked_passes(trainer: Trainer, tracer: Tracer) -> Iterator[None]:
     # without no_grad, to_local would return a view that autograd tracks
     @torch.no_grad()
     def count_lasting() -> None:
-        tracer.hold(parts(p.grad for p in trainer.model.parameters()), "gradients")
-        tracer.hold(parts(unreduced_gradients(trainer.model)), "gradients")
+        tracer.classify(parts(p.grad for p in trainer.model.parameters()), "gradients")
+        tracer.classify(parts(unreduced_gradients(trainer.model)), "gradients")
         for kept in fp8:
-            tracer.hold(
+            tracer.classify(
                 (part for pair in filter(None, kept.shards) for part in pair), "parameters"
             )
-            tracer.hold(parts(kept.copies), "gathered")
+            tracer.classify(parts(kept.copies), "gathered")
 
     def marked_loss(model: Module, batch) -> Tensor:
         count_lasting()
@@ -96,8 +96,8 @@ def mark_blocks(model: Module, tracer: Tracer) -> None:
 
     # one class per kind of block, so that its forward is compiled once, not for each block
     @cache
-    def noted(kind: type) -> type:
-        class Noted(kind):
+    def marked(kind: type) -> type:
+        class MarkedBlock(kind):
             # `__call__` runs outside of the compiled part
             def __call__(self, *args, **kwargs):
                 name = names[self]
@@ -108,9 +108,9 @@ def mark_blocks(model: Module, tracer: Tracer) -> None:
                     out.register_hook(lambda gradient: note(name))
                 return out
 
-        return Noted
+        return MarkedBlock
 
     blocks = {block for part in model.modules() for block in getattr(part, "blocks", ())}
     names = {module: name for name, module in model.named_modules() if module in blocks}
     for block in names:
-        set_variant(block, noted(type(block)))
+        set_variant(block, marked(type(block)))

@@ -24,7 +24,7 @@ from minitrain.settings import Config
 from minitrain.simulator.simulate import Simulation, record, time_traces
 from minitrain.simulator.simulate_policy import (
     Stack,
-    held_besides,
+    memory_besides_steps,
     policy_figures,
     rollouts_of,
     training_config,
@@ -66,7 +66,8 @@ def predicted_row(config: Config, row: str, system: System) -> tuple[Simulation,
         trainer = training_config(config)
         simulation = time_traces(trainer, record(trainer), system)
         peaks = [
-            trace.peak | held_besides(config, trace.peak) for trace in simulation.traces.values()
+            trace.peak | memory_besides_steps(config, trace.peak)
+            for trace in simulation.traces.values()
         ]
         found = counted_result(config, row, system, simulation, peaks, updates_of(config))
         found |= policy_figures(config, system, simulation, None) | {

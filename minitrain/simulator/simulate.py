@@ -109,7 +109,7 @@ def time_traces(
     config: Config, traces: dict[int, Trace], system: System, at_once: int = 0
 ) -> Simulation:
     """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all of the step."""
-    check_units(config, system)
+    check_simulated(config, system)
     system = replace(system, fp8=system.fp8 * system.fp8_shares[config.fp8.form])
     # places with the same layers share a trace, which is played once
     distinct = {id(trace): trace for trace in traces.values()}
@@ -125,8 +125,14 @@ def time_traces(
     return simulation
 
 
-def check_units(config: Config, system: System) -> None:
-    """Raise InputError if products in the config's form of FP8 are dequantized on the system."""
+def check_simulated(config: Config, system: System) -> None:
+    """Raise InputError for copies to the host, and for FP8 products that the system dequantizes."""
+    if config.optim.offload:
+        raise InputError(
+            "optim.offload=true is not simulated: its copies need a bus (leave it out)"
+        )
+    if config.recompute == "offload":
+        raise InputError("recompute=offload is not simulated: its copies need a bus (use full)")
     form = config.fp8.form
     if config.precision == "fp8" and form != "tensor":
         products = without_kernel(form, config.fp8.experts, system.capability)

@@ -131,7 +131,7 @@ def phase_seconds(
     }
 
 
-def held_besides(config: Config, peak: dict[str, int]) -> dict[str, int]:
+def memory_besides_steps(config: Config, peak: dict[str, int]) -> dict[str, int]:
     """Return the bytes, by kind, that a training rank holds besides those of an optimizer step.
 
     reference: the reference model, sharded like the policy. sampler: the sampler's copy of the model,

@@ -90,7 +90,7 @@ class Trace:
     # (index of the next event, name of the block that begins there; None: a forward pass ends)
     blocks: list[tuple[int, str | None]] = field(default_factory=list)
     # for each event, bytes by kind when it was issued, in the order of MEMORY_KINDS
-    held: list[tuple[int, ...]] = field(default_factory=list)
+    memory: list[tuple[int, ...]] = field(default_factory=list)
     # bytes by kind when their sum was largest, after event `peak_at`. `gathered` are results of
     # collectives, and the weights that FSDP and FP8 make of them
     peak: dict[str, int] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Trace:
 class Tracer(TorchDispatchMode):
     """Record in `self.trace` what runs inside `with Tracer(...)`.
 
-    Memory of tensors that exist before is counted once `hold` is called with their kind.
+    Memory of tensors that exist before is counted once `classify` is called with their kind.
     groups: as in Trace.
     """
 
@@ -132,7 +132,7 @@ class Tracer(TorchDispatchMode):
         # number -> index of the event before which it was first seen
         self.born: dict[int, int] = {}
         # bytes by kind now, and the largest sum so far
-        self.held = Counter(dict.fromkeys(MEMORY_KINDS, 0))
+        self.memory = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         self.most = 0
         # number of storages seen so far
         self.count = 0
@@ -148,17 +148,17 @@ class Tracer(TorchDispatchMode):
 
     # --- memory
 
-    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
+    def classify(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Count the storages of these plain tensors as `kind`, also in the peak so far."""
         for number in map(self.number, tensors):
-            self.count_as(number, kind)
+            self.set_kind(number, kind)
 
-    def count_as(self, number: int, kind: str) -> None:
+    def set_kind(self, number: int, kind: str) -> None:
         """Change the kind of a storage, also in the peak so far."""
-        self.note("count_as", number, kind)
+        self.note("set_kind", number, kind)
         size, before = self.sizes[number]
         self.sizes[number] = size, kind
-        totals = [self.held]
+        totals = [self.memory]
         if self.trace.peak and self.born[number] <= self.trace.peak_at:
             totals.append(self.trace.peak)
         for total in totals:
@@ -199,11 +199,11 @@ class Tracer(TorchDispatchMode):
         if size != before:
             self.note("resize", number, size)
             self.sizes[number] = size, kind
-            self.held[kind] += size - before
-            total = sum(self.held.values())
+            self.memory[kind] += size - before
+            total = sum(self.memory.values())
             if total > self.most:
                 self.most = total
-                self.trace.peak = dict(self.held)
+                self.trace.peak = dict(self.memory)
                 self.trace.peak_at = len(self.trace.events)
 
     def forget(self, number: int, address: int | None = None) -> None:
@@ -212,7 +212,7 @@ class Tracer(TorchDispatchMode):
         if self.numbers.get(address) == number:
             del self.numbers[address]
         size, kind = self.sizes.pop(number)
-        self.held[kind] -= size
+        self.memory[kind] -= size
         self.trace.died[number] = len(self.trace.events) - 1
 
     def note(self, method: str, *arguments) -> None:
@@ -242,7 +242,7 @@ class Tracer(TorchDispatchMode):
         def allocate_and_count(parameter, *args, **kwargs):
             """Count FSDP2's first allocation of gathered weights; later ones resize the storage."""
             allocate(parameter, *args, **kwargs)
-            self.hold(parameter.all_gather_outputs, "gathered")
+            self.classify(parameter.all_gather_outputs, "gathered")
 
         def propagate_muted(*args, **kwargs):
             """Leave out operators on the global shapes, by which DTensor infers shapes."""
@@ -277,7 +277,7 @@ class Tracer(TorchDispatchMode):
         """Append an event, and the memory that is held now."""
         self.note("record", event)
         self.trace.events.append(event)
-        self.trace.held.append(tuple(self.held.values()))
+        self.trace.memory.append(tuple(self.memory.values()))
 
     def mark(self, label: object) -> None:
         """Put a label before the next event."""
@@ -362,7 +362,7 @@ class Tracer(TorchDispatchMode):
             return
         for number, _ in writes:
             if self.sizes[number][1] == "activations":
-                self.count_as(number, "gathered")
+                self.set_kind(number, "gathered")
         payload = max(sum(size for _, size in moved) for moved in (writes, reads))
         name = name.strip("_")
         self.record(Event(name, "collective", 0, reads, writes, payload=payload, **where))

@@ -89,13 +89,11 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
             model.score.float().requires_grad_(True)
     if config.precision == "fp8":
         p = config.parallel
-        # a scale per tensor only where each rank has one expert
-        one_each = p.ep > 1 and p.ep == getattr(config.model.config, "num_experts", 0)
         to_fp8(
             model.blocks,
             config.fp8.fast_accumulation,
             tp=p.tp,
-            experts=config.fp8.experts and (one_each or config.fp8.form != "tensor"),
+            experts=fp8_experts(config),
             form=config.fp8.form,
             experts_tp=1 if p.ep > 1 else p.tp,
         )
@@ -105,6 +103,13 @@ def make_model(config: Config, **stage) -> Decoder | Wan:
         for layer in model.mtp_layers:
             layer.requires_grad_(False)
     return model
+
+
+def fp8_experts(config: Config) -> bool:
+    """Tell whether routed experts compute in FP8: with a scale per tensor, only one on each rank."""
+    ep = config.parallel.ep
+    one_each = ep > 1 and ep == getattr(config.model.config, "num_experts", 0)
+    return config.fp8.experts and (one_each or config.fp8.form != "tensor")
 
 
 def fp8_notes(model: Module, config: Config, meshes: Meshes) -> Iterator[str]:

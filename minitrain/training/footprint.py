@@ -2,7 +2,8 @@
 
 Bytes per parameter: weights 4 (2 with precision=bf16-pure, or if frozen with bf16), gradients as
 many as weights, averages 4 (optim.ema). Optimizer-state bytes are measured on a stand-in: AdamW 8
-(4 with optim.states=bf16), Muon 4. Left out: activations, gathered weights, and what libraries take.
+(4 with optim.states=bf16), Muon 4; with optim.offload AdamW's are on the host. Left out: activations,
+gathered weights, and what libraries take.
 """
 
 import math
@@ -10,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,15 +33,25 @@ GIB = 1 << 30
 def footprint(model: Module, config: Config, trained: bool = True) -> dict[str, int]:
     """Return the bytes of this rank's shards by kind. The model may be on the meta device.
 
-    trained: with gradients and optimizer states.
+    trained: with gradients and optimizer states. What is on the host is left out, see `on_host`.
     """
     parts = [(name, to_local(p)) for name, p in model.named_parameters()]
     learning = [(name, part) for name, part in parts if part.requires_grad and trained]
     return {
         "weights": sum(part.nbytes for _, part in parts),
         "gradients": sum(part.nbytes for _, part in learning),
-        "optimizer states": state_bytes(learning, config.optim),
+        "optimizer states": state_bytes(learning, config.optim) - on_host(model, config, trained),
     }
+
+
+def on_host(model: Module, config: Config, trained: bool = True) -> int:
+    """Return the bytes of the optimizer states that this rank keeps on the host."""
+    if not (config.optim.offload and trained):
+        return 0
+    named = model.named_parameters()
+    learning = [(name, to_local(p)) for name, p in named if p.requires_grad]
+    # averages stay where the weights are
+    return state_bytes(learning, replace(config.optim, ema=0.0))
 
 
 def state_bytes(parameters: Iterable[tuple[str, Tensor]], optim: Optim) -> int:
@@ -84,12 +96,21 @@ def add_parameter(model: Module, path: str, ndim: int, dtype: torch.dtype) -> Pa
 def check_fits(model: Module, config: Config, device: torch.device, trained: bool = True) -> None:
     """Raise InputError if this rank's shards of a meta-device model exceed the free memory."""
     sizes = footprint(model, config, trained)
+    away = on_host(model, config, trained)
+    if device.type == "cpu":
+        # the host is the device
+        sizes["optimizer states"] += away
+    else:
+        check_host(away)
     room = free_memory(device)
     need = sum(sizes.values())
     if need <= room:
         return
     count = sum(to_local(parameter).numel() for parameter in model.parameters())
-    ways = {
+    ways = {}
+    if device.type != "cpu" and config.optim.name == "adamw":
+        ways["optim.offload=true"] = need - sizes["optimizer states"]
+    ways |= {
         "precision=bf16-pure optim.states=bf16": 8 * count,
         "lora.rank=16 precision=bf16": 2 * count,
     }
@@ -101,6 +122,18 @@ def check_fits(model: Module, config: Config, device: torch.device, trained: boo
         f"{describe_sizes(sizes)} are needed on a rank, and {room / GIB:.1f} are free on its {device.type.upper()} "
         f"(use {', '.join(fitting)})"
     )
+
+
+def check_host(size: int) -> None:
+    """Raise InputError if every rank of this host takes `size` bytes of it and they are not free."""
+    # torchrun sets it
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    room = free_memory(torch.device("cpu"))
+    if ranks * size > room:
+        raise InputError(
+            f"optim.offload=true: {ranks} x {size / GIB:.1f} GiB of optimizer states are needed on the host, and "
+            f"{room / GIB:.1f} are free (use optim.states=bf16, lora.rank=16, more hosts, or optim.offload=false)"
+        )
 
 
 def describe_sizes(sizes: dict[str, int]) -> str:

@@ -324,6 +324,7 @@ class RunningStep:
             "lr": self.rate,
             "tokens": seen + filled,
             "step_time_s": seconds,
+            "step_tokens": filled,
             "tokens_per_sec": filled / seconds,
         }
 

@@ -74,8 +74,7 @@ def make_objective(config: Config) -> Objective:
         labels = [source.label for source in config.data.sources]
         if config.teachers:
             return Distillation(config.distill, config.teachers, labels)
-        depths = config.model.config.num_nextn_predict_layers
-        return LanguageModeling(labels, make_mtp_loss(config) if depths else None)
+        return LanguageModeling(labels, make_mtp_loss(config))
     model = config.model.config
     return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
 

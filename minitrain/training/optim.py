@@ -53,9 +53,9 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     torch_states = all(
         (p.dtype == torch.bfloat16) == (optim.states == "bf16") for p in decayed + others
     )
-    if torch_states and not optim.stochastic_rounding:
+    if torch_states and not (optim.stochastic_rounding or optim.offload):
         return torch.optim.AdamW(groups, **settings, fused=True)
-    return AdamW(groups, states, **settings, **rounding)
+    return AdamW(groups, states, **settings, **rounding, on_host=optim.offload)
 
 
 def update_weights(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:

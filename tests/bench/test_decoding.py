@@ -6,7 +6,8 @@ from minitrain import Sampler, SamplingParams
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.rollout.caches import MambaCache, PagedKVCache
+from minitrain.rollout.caches import MambaCache
+from minitrain.rollout.kv_cache import PagedKVCache
 from minitrain.settings import Rollout
 
 

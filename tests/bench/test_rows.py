@@ -396,3 +396,13 @@ def test_a_row_of_ones_own_is_listed_simulated_and_compared_but_not_counted(
     assert [row.name for row in report.tables["my cluster"]] == [mine]
     assert "69 published rows" in summary(report) and not held_back(report.rows)
     assert "my cluster" not in merge_results([], "").tables
+
+
+def test_a_published_row_in_flow_style_is_found_by_its_id(tmp_path, monkeypatch):
+    text = MINE.replace("{source: my cluster", '{id: "mine-1", source: NeMo AutoModel, a table')
+    (tmp_path / "configs/own").mkdir(parents=True)
+    (tmp_path / "configs/own/mine.yaml").write_text(text)
+    (tmp_path / "edited.yaml").write_text(text.replace("seq_len: 64", "seq_len: 32"))
+    monkeypatch.setattr(rows, "CONFIGS", tmp_path / "configs")
+    _, config = rows.load_row(tmp_path / "edited.yaml", [])
+    assert config.reference["changed"] == ["batch.seq_len"]

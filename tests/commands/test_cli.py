@@ -659,7 +659,7 @@ def test_a_user_whom_the_container_does_not_know_has_a_name(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_of_what_torchrun_sets_is_one_line(config_file, monkeypatch, missing):
+def test_incomplete_variables_of_torchrun_are_one_line(config_file, monkeypatch, missing):
     for name, value in {
         "WORLD_SIZE": "2",
         "RANK": "0",
@@ -690,7 +690,7 @@ def test_half_of_what_torchrun_sets_is_one_line(config_file, monkeypatch, missin
         ("RANK", "-1", "RANK=-1 is not one of WORLD_SIZE=2, which count from 0"),
     ],
 )
-def test_what_a_launcher_cannot_mean_is_one_line(
+def test_wrong_variables_of_a_launcher_are_one_line(
     config_file, monkeypatch, tmp_path, name, value, problem
 ):
     environment = {

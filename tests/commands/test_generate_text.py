@@ -131,7 +131,9 @@ def test_lines_of_prompts_are_chats_as_in_training(folder, tmp_path, capsys, for
         ({"system": "be"}, ["--chat", "--system", "not"], "say different things"),
     ],
 )
-def test_what_a_line_of_prompts_would_lose_is_refused(folder, tmp_path, line, words, message):
+def test_keys_that_a_line_of_prompts_would_lose_are_refused(
+    folder, tmp_path, line, words, message
+):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "hi"} | line))
     with pytest.raises(InputError, match=f"a.jsonl:1: .*{message}"):
         generate.main(["--model", str(folder), "--prompts", str(tmp_path / "a.jsonl"), *words])

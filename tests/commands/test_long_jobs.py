@@ -133,7 +133,7 @@ def test_equal_prompts_keep_their_own_random_numbers(words, tmp_path):
         ("[1]\n", "out.jsonl:1: no answer of this command"),
     ],
 )
-def test_what_is_no_answer_is_not_overwritten(words, tmp_path, content, line):
+def test_files_without_answers_are_not_overwritten(words, tmp_path, content, line):
     out = tmp_path / "out.jsonl"
     out.write_text(content)
     with pytest.raises(InputError, match=line):

@@ -11,6 +11,7 @@ import torch
 
 from minitrain import save_pretrained
 from minitrain.__main__ import dispatch
+from minitrain.commands import evaluate, generate, tokenize
 from minitrain.data.byte_tokenizer import ByteTokenizer
 from minitrain.data.chat.chats import read_messages
 from minitrain.data.chat.preferences import read_pair
@@ -28,6 +29,7 @@ PAIR = {"prompt": "1+1", "chosen": "2", "rejected": "3"}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
 TEXT = {"text": "a document", "id": 3}
+COMMANDS = {"evaluate": evaluate, "generate": generate, "tokenize": tokenize}
 
 
 @pytest.fixture
@@ -156,12 +158,20 @@ def test_an_unfinished_download_of_weights_is_named(folder):
         ("evaluate --model model --kind jsonl folder", "as --kind jsonl a folder's"),
         ("generate --model model --prompts a.txt.jsonl", "text: lines of text stand in a file"),
         ("generate --model model --prompts latin.txt", r"it is ISO-8859-1: iconv .* NEW\)$"),
+        (
+            "evaluate --model model --kind text a.parquet",
+            r"parquet file \(--kind jsonl reads it\)",
+        ),
+        ("evaluate --model model splits", "^splits holds several splits"),
+        ("evaluate --model model a,b", "^no file matches 'a,b'$"),
+        ("generate --chat --model model --prompts none.jsonl", r"no prompt \(one of [^;]*\)$"),
         ("tokenize --tokenizer bytes --out t a.jsonl", "--field names the key .* task=sft"),
         ("tokenize --tokenizer bytes --out t nothing", "^no file matches 'nothing'"),
         ("tokenize --tokenizer bytes --out t org/name", "hf download .* then give DIR"),
     ],
 )
 def test_commands_give_hints_in_their_own_options(folder, words, told):
+    """Whether `minitrain NAME` starts them or `python -m minitrain.NAME`."""
     write("a.jsonl", CHAT)
     write("texts.jsonl", TEXT)
     write("pairs.jsonl", PAIR)
@@ -171,9 +181,16 @@ def test_commands_give_hints_in_their_own_options(folder, words, told):
     Path("latin.txt").write_bytes("caf\u00e9 au lait".encode("latin-1"))
     Path("folder").mkdir()
     Path("folder/a.csv").write_text("a")
-    with pytest.raises(InputError, match=told) as error:
-        dispatch([*words.split(), "--processes=1"] if "tokenize" in words else words.split())
-    assert "data." not in str(error.value).replace("datasets'", "")
+    Path("a.parquet").write_bytes(b"PAR1" + bytes(100))
+    write("none.jsonl", {"a": 1})
+    Path("splits").mkdir()
+    Path("splits/dataset_dict.json").write_text("{}")
+    name, *rest = words.split()
+    rest += ["--processes=1"] if name == "tokenize" else []
+    for start in (lambda: dispatch([name, *rest]), lambda: COMMANDS[name].main(rest)):
+        with pytest.raises(InputError, match=told) as error:
+            start()
+        assert "data." not in str(error.value).replace("datasets'", "")
 
 
 # --- small data
@@ -229,9 +246,7 @@ def test_merging_asks_before_it_replaces_a_model(folder):
     words = ["merge", "--model", "model", "--adapter", "lora", "--out"]
     dispatch([*words, "merged"])
     before = {file: file.read_bytes() for file in Path("merged").iterdir()}
-    with pytest.raises(
-        InputError, match=r"^--out merged holds a model already \(name a new fold"
-    ):
+    with pytest.raises(InputError, match=r"^--out merged exists already \(name a new fold"):
         dispatch([*words, "merged"])
     assert before == {file: file.read_bytes() for file in Path("merged").iterdir()}
 

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from minitrain.data.chat.chat_templates import PLAIN, Message
+from minitrain.data.chat.chat_templates import Message, built_in, choose_template
 from minitrain.data.chat.chats import (
     encode_chat,
     make_sample,
@@ -39,6 +39,16 @@ from minitrain.training.packing import rows
 from tests.helpers.oracle import check_close
 
 
+def test_replies_are_counted_by_dataset_not_by_process():
+    """Also in a template that is not a tokenizer's, which is the same for all."""
+    chat = [Message("user", "q"), Message("assistant", "a")]
+    for replies in (1, 3):
+        template = choose_template("plain", ByteTokenizer())
+        for _ in range(replies):
+            encode_chat(chat, template, ByteTokenizer())
+        assert template.replies == replies
+
+
 def test_plain_by_hand():
     chat = [
         Message("system", "s"),
@@ -47,7 +57,9 @@ def test_plain_by_hand():
         Message("user", "r"),
     ]
     tokens, said = encode_chat(
-        [*chat, Message("assistant", ""), Message("user", "?")], PLAIN, ByteTokenizer()
+        [*chat, Message("assistant", ""), Message("user", "?")],
+        built_in("plain"),
+        ByteTokenizer(),
     )
     assert tokens.tolist() == [*b"s\nq\nab", 257, *b"r\n", 257, *b"?\n"]
     assert np.flatnonzero(said).tolist() == [4, 5, 6, 9]
@@ -364,12 +376,19 @@ def test_keys_that_only_sound_like_masks_are_ignored(layout):
         "skip_count": 0,
         "loss": 0.0,
         "train_loss": 1.0,
+        "lossless": 1,
+        "weight_kg": 1,
+        "skipped": 0,
+        "trained": True,
+        "masks_in_picture": 1,
+        "attention_mask": [1, 1],
+        "is_trainable": True,
     }
     assert read_messages(line | more) == read_messages(line)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_template_is_shown_beside_the_messages(layout):
+def test_keys_of_a_line_that_reach_the_template(layout):
     line = LAYOUTS[layout]
     kwargs = {"enable_thinking": False, "none": None}
     assert read_shown(line | {"enable_thinking": False}) == {"enable_thinking": False}
@@ -400,7 +419,7 @@ def test_a_masked_reply_is_seen_and_not_learned(layout, key, value):
     turns = record[layout]
     turns += json.loads(json.dumps(turns))
     turns[1][key] = value
-    tokens, said = encode_chat(read_messages(record), PLAIN, ByteTokenizer())
+    tokens, said = encode_chat(read_messages(record), built_in("plain"), ByteTokenizer())
     assert tokens.tolist() == [*b"q\na", 257, *b"q\na", 257]
     assert np.flatnonzero(said).tolist() == [6, 7]
 
@@ -452,7 +471,7 @@ def test_turns_with_tools():
         ("schema", "CREATE TABLE t (a)"),
     ],
 )
-def test_what_stands_beside_a_prompt_is_not_lost(layout, key, value):
+def test_keys_beside_a_prompt_are_refused_not_lost(layout, key, value):
     with pytest.raises(InputError, match=f"^'{key}' is not supported"):
         read_messages(LAYOUTS[layout] | {key: value})
     for key in ("prompt", "question"):

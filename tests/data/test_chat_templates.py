@@ -20,13 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from minitrain import Sampler, generate, merge, save_pretrained
 from minitrain.__main__ import dispatch
 from minitrain.commands import generate_text
-from minitrain.data.chat.chat_templates import (
-    PLAIN,
-    TEMPLATES,
-    Message,
-    Rendering,
-    choose_template,
-)
+from minitrain.data.chat.chat_templates import Message, Rendering, built_in, choose_template
 from minitrain.data.chat.chats import (
     encode_chat,
     encode_question,
@@ -50,8 +44,8 @@ from tests.helpers.grpo import TREE
 
 pytestmark = pytest.mark.usefixtures("same_date")
 
-LLAMA3 = TEMPLATES["llama3"]
-CHATML = TEMPLATES["chatml"]
+LLAMA3 = built_in("llama3")
+CHATML = built_in("chatml")
 # what ends a reply in each; what TRL's form of it for training has the model say besides, of what is given or follows
 PUBLISHED = {
     "llama3": ("<|eot_id|>", ""),
@@ -169,7 +163,7 @@ def test_published_templates_are_rendered_as_in_transformers(tokenizers, chat):
     "name", [name for name, (_, more) in PUBLISHED.items() if more is not None]
 )
 @pytest.mark.parametrize("chat", ["one turn", "system and two turns", "empty reply"])
-def test_what_is_said_is_what_trl_trains(tmp_path, name, chat):
+def test_trained_tokens_are_those_of_trl(tmp_path, name, chat):
     if (name, chat) == ("qwen3", "system and two turns"):
         pytest.skip("TRL's form writes thoughts into earlier turns, too")
     chat, jinja = CHATS[chat], published(name)
@@ -669,7 +663,7 @@ def test_characters_that_stand_for_marks_are_refused(qwens, code):
         ),
     ],
 )
-def test_what_a_template_does_not_show_is_refused(tmp_path, line, message):
+def test_keys_that_a_template_does_not_show_are_refused(tmp_path, line, message):
     """transformers leaves it out without a word."""
     jinja = published("deepseek_r1_distill").replace("tool_calls", "calls") + "{# developer #}"
     ours, _ = tokenizer_with(tmp_path, jinja, specials_in(jinja))
@@ -721,7 +715,9 @@ def test_a_begun_reply_is_continued_as_in_transformers(tokenizers, begun, before
 
 
 @pytest.mark.parametrize("begun", BEGUN)
-@pytest.mark.parametrize("template", [LLAMA3, CHATML, PLAIN], ids=["llama3", "chatml", "plain"])
+@pytest.mark.parametrize(
+    "template", [LLAMA3, CHATML, built_in("plain")], ids=["llama3", "chatml", "plain"]
+)
 def test_a_begun_reply_is_continued_in_templates_of_ours(tmp_path, template, begun):
     specials = [
         "<s>",
@@ -875,13 +871,15 @@ def test_the_plain_template_in_jinja(tmp_path, chat, bos, eos):
         }
         (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
         ours = load_tokenizer(tmp_path)
-    assert encode_chat(chat, PLAIN, ours)[0][0] == (258 if bos else ord(chat[0].content[0]))
-    check_jinja(tmp_path, PLAIN, ours, chat)
+    assert encode_chat(chat, built_in("plain"), ours)[0][0] == (
+        258 if bos else ord(chat[0].content[0])
+    )
+    check_jinja(tmp_path, built_in("plain"), ours, chat)
 
 
 def test_bytes_have_the_plain_template_in_transformers(tmp_path):
     ByteTokenizer().save(tmp_path)
-    check_jinja(tmp_path, PLAIN, ByteTokenizer(), CHATS["system and two turns"])
+    check_jinja(tmp_path, built_in("plain"), ByteTokenizer(), CHATS["system and two turns"])
 
 
 def test_the_tokenizer_chooses_the_template(tmp_path):
@@ -890,14 +888,15 @@ def test_the_tokenizer_chooses_the_template(tmp_path):
         ("chatml", CHATML, CHATML.special),
     ):
         tokenizer, _ = tokenizer_with(tmp_path / kind, "", [*specials, "</s>"])
-        assert choose_template("auto", tokenizer) is choose_template(kind, tokenizer) is bare
+        chosen = choose_template("auto", tokenizer), choose_template(kind, tokenizer)
+        assert {template.source for template in chosen} == {bare.source}
         other = {"llama3": "chatml", "chatml": "llama3"}[kind]
         with pytest.raises(
             InputError,
             match=rf"data.template={other} needs the token <\|.*\|>, which data.tokenizer la",
         ):
             choose_template(other, tokenizer)
-    assert choose_template("auto", ByteTokenizer()) is PLAIN
+    assert choose_template("auto", ByteTokenizer()).source == built_in("plain").source
     tokenizer.eos_id = None
     with pytest.raises(InputError, match="data.template=plain ends answers with eos"):
         choose_template("plain", tokenizer)
@@ -931,7 +930,7 @@ def test_adapters_are_asked_and_merged_in_the_template_that_they_were_tuned_in(t
         generate.main([*words, "--chat", "--prompt", "a", "--max-tokens", "1", "--device", "cpu"])
     assert encode.call_args.args[1].source == jinja["adapter"]
     (folders["adapter"] / "tokenizer.json").unlink()
-    with pytest.raises(InputError, match=r"out holds a model already \(name a new folder\)"):
+    with pytest.raises(InputError, match=r"out exists already \(name a new folder\)"):
         merge.main([*words, "--out", str(folders["out"])])
     merge.main([*words, "--out", str(folders["out"] / "new")])
     assert load_tokenizer(folders["out"] / "new").chat_template == jinja["model"]
@@ -959,7 +958,7 @@ def test_a_template_that_does_not_show_where_a_reply_ends_has_no_end(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_tuned_in_a_template_ends_where_its_replies_end(tmp_path, lora, stored, in_all):
+def test_a_model_tuned_in_a_template_stops_at_its_end_of_reply(tmp_path, lora, stored, in_all):
     """In transformers, too, which asks generation_config.json first; a merged adapter like a tuned model."""
     base, out, merged = (tmp_path / name for name in ("base", "out", "merged"))
     base.mkdir()
@@ -1015,17 +1014,21 @@ def test_adapters_are_merged_whatever_their_template(tmp_path, jinja):
 def test_a_merged_model_of_bytes_keeps_the_chat_template(tmp_path):
     words = save_with_adapter(tmp_path)
     ByteTokenizer().save(tmp_path / "adapter")
-    (tmp_path / "adapter" / "chat_template.jinja").write_text(PLAIN.jinja(ByteTokenizer()))
+    (tmp_path / "adapter" / "chat_template.jinja").write_text(
+        built_in("plain").jinja(ByteTokenizer())
+    )
     merge.main([*words, "--out", str(tmp_path / "out")])
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == PLAIN.jinja(ByteTokenizer())
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == built_in("plain").jinja(
+        ByteTokenizer()
+    )
 
 
 def test_bos_comes_first_where_the_tokenizer_puts_it(monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "beginning_ids", (256,))
-    tokens, said = encode_chat([USER, REPLY], PLAIN, ByteTokenizer())
+    tokens, said = encode_chat([USER, REPLY], built_in("plain"), ByteTokenizer())
     assert tokens.tolist() == [256, *b" Who are you?\n\n", *"I am 🙂.".encode(), 257]
     assert np.flatnonzero(said).tolist() == [*range(16, len(tokens))]
-    assert encode_question([USER, REPLY, USER], PLAIN, ByteTokenizer()) == [
+    assert encode_question([USER, REPLY, USER], built_in("plain"), ByteTokenizer()) == [
         *tokens,
         *b" Who are you?\n\n",
     ]

@@ -8,11 +8,10 @@ import re
 import pytest
 
 from minitrain.data.chat.chat_templates import (
-    PLAIN,
-    TEMPLATES,
     ChatTemplate,
     Message,
     Rendering,
+    built_in,
     choose_template,
 )
 from minitrain.data.chat.chats import read_calls
@@ -188,7 +187,7 @@ SAID = [
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "llama3", "deepseekv3", "gemma3", "phi3"])
-def test_what_follows_a_reply_is_what_the_template_writes_there(name, tmp_path):
+def test_tokens_after_a_reply_are_those_of_the_template(name, tmp_path):
     """The tokens of transformers for the whole chat end in it, right behind the reply's own end."""
     jinja = published(name)
     ours, theirs = tokenizer_with(tmp_path, jinja, specials_in(jinja))
@@ -219,7 +218,7 @@ def end_of(name, theirs):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_tools_answer(name, tmp_path):
+def test_tool_calls_are_found_and_answers_rendered_as_in_transformers(name, tmp_path):
     """Calls are found in the reply, and their answers follow it as in transformers' rendering of the whole chat."""
     jinja = published(name)
     marks = re.findall(r"</?tool_(?:call|response)>", jinja)
@@ -268,7 +267,7 @@ def test_what_tools_answer(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["plain", "chatml", "llama3"])
 def test_our_own_templates(name, tmp_path):
-    template = TEMPLATES[name]
+    template = built_in(name)
     ours = ByteTokenizer()
     if name != "plain":
         ours, _ = tokenizer_with(tmp_path, "", ["<s>", "</s>", *template.special])
@@ -298,9 +297,9 @@ def test_our_own_templates(name, tmp_path):
     assert text.removeprefix("<s>") == rendered.replace("\ufdd2", "")
 
 
-def test_what_a_model_says_spoils_no_template():
+def test_replies_with_template_marks_do_not_spoil_later_turns():
     """Marks, placeholders and half a character in replies, of which later turns are rendered."""
-    dialog = ChatDialog(PLAIN, ByteTokenizer())
+    dialog = ChatDialog(built_in("plain"), ByteTokenizer())
     dialog.ask([{"role": "user", "content": "U"}], {}, None)
     for said in ("\ufdd0", "\ue000a reply\ue000", "{{ x }}", "<tool_call>{}</tool_call>", ""):
         assert dialog.hear([*said.encode(), 257], True) == said
@@ -309,7 +308,7 @@ def test_what_a_model_says_spoils_no_template():
 
 
 def test_a_cut_off_call_is_answered_as_no_call():
-    dialog = ChatDialog(TEMPLATES["chatml"], ByteTokenizer())
+    dialog = ChatDialog(built_in("chatml"), ByteTokenizer())
     with pytest.raises(InputError, match="'tools' is not supported"):
         dialog.ask([{"role": "user", "content": "U"}], {}, TOOLS)
     with pytest.raises(InputError, match="'tools' is not supported"):

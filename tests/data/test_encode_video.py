@@ -90,7 +90,7 @@ def test_latents_and_texts_are_those_of_diffusers(folder, tmp_path, capsys):
     assert "latents holds 3 videos" in capsys.readouterr().out
 
 
-def test_what_has_changed_is_encoded_anew(folder, tmp_path, capsys):
+def test_changed_videos_are_encoded_anew(folder, tmp_path, capsys):
     """Each change gives the files of an empty folder; without any, none is written again."""
     source = tmp_path / "wan"
     shutil.copytree(folder, source)

@@ -11,7 +11,7 @@ from datasets.data_files import resolve_pattern
 from minitrain.data.files import find_files
 from minitrain.data.text.text_rows import open_data
 from minitrain.settings import Data
-from tests.helpers.datasets import EOS, refused, tokens_of
+from tests.helpers.datasets import EOS, data_refused, tokens_of
 
 
 def texts_found(data: Data) -> Counter:
@@ -96,7 +96,7 @@ def test_a_glob_finds_each_file_once_though_links_go_round_in_circles(tree):
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "tokens", "latents"])
-def test_what_is_hidden_in_a_folder_is_no_data(tmp_path, kind):
+def test_hidden_files_are_no_data(tmp_path, kind):
     """The oracle is the package datasets."""
     suffix = {"text": ".txt", "jsonl": ".jsonl", "tokens": ".bin", "latents": ".safetensors"}[
         kind
@@ -126,25 +126,25 @@ def test_a_folder_without_files_of_the_kind_says_what_it_has(tmp_path):
     for name in ("a.json", "b.json", "c.json.gz"):
         (tmp_path / name).write_text("{}")
     counted = ".jsonl or .jsonl.gz or .parquet or .arrow"
-    refused(
+    data_refused(
         rf"no file matches .*a folder's {counted} files count, it has 2 .json, 1 .gz; a glob",
         tmp_path,
         "jsonl",
     )
-    refused(
+    data_refused(
         r"no file matches .*a folder's .npy or .bin files count, it has 2 .json",
         tmp_path,
         "tokens",
     )
     (tmp_path / "d" / ".git").mkdir(parents=True)
     (tmp_path / "d" / ".git" / "config").write_text("x")
-    refused(
+    data_refused(
         "no file matches .*is empty, or all in it is hidden",
         tmp_path,
         "text",
         path=str(tmp_path / "d"),
     )
-    refused(
+    data_refused(
         r"no file matches 'a,b' \(a list is written data.path='\[a,b\]'\)",
         tmp_path,
         "text",
@@ -179,18 +179,18 @@ def test_documents_come_in_sorted_order(tree):
 
 
 def test_file_errors(tree):
-    refused(
+    data_refused(
         r"data.path: no file matches '.*none\*'",
         tree,
         "text",
         path=[str(tree), str(tree / "none*")],
     )
-    refused(r"data.path: no file matches", tree, "jsonl")  # a folder without any .jsonl
-    refused(r"data.exclude=\['\*'\] leaves no file", tree, "text", exclude=["*"])
+    data_refused(r"data.path: no file matches", tree, "jsonl")  # a folder without any .jsonl
+    data_refused(r"data.exclude=\['\*'\] leaves no file", tree, "text", exclude=["*"])
     (tree / "bad.txt").write_bytes(b"abc\xff")
-    refused(r"bad.txt is not UTF-8 at byte 3", tree, "text")
+    data_refused(r"bad.txt is not UTF-8 at byte 3", tree, "text")
     (tree / "empty").mkdir()
-    refused("data.path: no file matches", tree / "empty", "text")
+    data_refused("data.path: no file matches", tree / "empty", "text")
 
 
 @pytest.mark.parametrize(
@@ -199,4 +199,4 @@ def test_file_errors(tree):
 )
 def test_an_unreadable_file_is_named(tmp_path, name, kind):
     (tmp_path / name).symlink_to(tmp_path / "gone")
-    refused(f"{name} cannot be read: No such file", tmp_path, kind)
+    data_refused(f"{name} cannot be read: No such file", tmp_path, kind)

@@ -23,11 +23,11 @@ from minitrain.training.packing import rows
 from tests.helpers.datasets import (
     EOS,
     brute_force_rows,
+    data_refused,
     documents_of,
     epoch_of,
     multiset,
     open_texts,
-    refused,
     word_tokenizer,
 )
 
@@ -260,10 +260,12 @@ def test_mock_tokens_are_uniform_and_differ_by_row_seed_and_split():
 def test_corpus_errors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_text("")
-    refused("data.path=.* holds no token to predict", folder, "text")
+    data_refused("data.path=.* holds no token to predict", folder, "text")
     (folder / "a.txt").write_text("abc")
-    refused("holds 4 tokens, less than one row of batch.seq_len=5", folder, "text", seq_len=5)
-    refused(
+    data_refused(
+        "holds 4 tokens, less than one row of batch.seq_len=5", folder, "text", seq_len=5
+    )
+    data_refused(
         "model.vocab_size=257 is smaller than the tokenizer's 258", folder, "text", vocab_size=257
     )
     with pytest.raises(
@@ -271,17 +273,17 @@ def test_corpus_errors(tmp_path_factory):
         match="data.validation=0.5 needs 2 documents, one for each side, but there is 1",
     ):
         hold_out(1, 0.5, seed=0)
-    refused("tokenizer 'nope' is not", folder, "text", tokenizer="nope")
+    data_refused("tokenizer 'nope' is not", folder, "text", tokenizer="nope")
     for i in range(4):
         (folder / f"{i}.txt").write_text("abc")
-    refused(
+    data_refused(
         "data.validation=0.2 holds 4 tokens, less than one",
         folder,
         "text",
         seq_len=8,
         validation=0.2,
     )
-    refused(
+    data_refused(
         "without validation holds 4 tokens, less than one",
         folder,
         "text",
@@ -291,7 +293,7 @@ def test_corpus_errors(tmp_path_factory):
     single_words = tmp_path_factory.mktemp("single")
     (single_words / "a.txt").write_text("w1")
     words = word_tokenizer(tmp_path_factory.mktemp("tokenizer"), 9)
-    refused("holds no token to predict", single_words, "text", seq_len=1, tokenizer=words)
+    data_refused("holds no token to predict", single_words, "text", seq_len=1, tokenizer=words)
 
 
 @pytest.mark.parametrize(
@@ -312,4 +314,4 @@ def test_corpus_errors(tmp_path_factory):
 )
 def test_jsonl_errors_name_the_line(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude42"}\n\n' + line + b"\n")
-    refused(message, tmp_path, "jsonl")
+    data_refused(message, tmp_path, "jsonl")

@@ -14,10 +14,10 @@ from minitrain.errors import InputError
 from minitrain.training.packing import rows
 from tests.helpers.datasets import (
     brute_force_rows,
+    data_refused,
     epoch_of,
     multiset,
     open_tokens,
-    refused,
     tokens_of,
     word_tokenizer,
 )
@@ -187,8 +187,8 @@ def test_a_token_outside_the_vocabulary_is_found_before_training_or_when_met(
 def test_the_tokenizer_of_token_files_is_looked_at_before_training(tmp_path):
     """It is saved at the end."""
     np.save(tmp_path / "a.npy", np.arange(300))
-    refused("tokenizer 'nope' is not", tmp_path, "tokens", tokenizer="nope")
-    refused(
+    data_refused("tokenizer 'nope' is not", tmp_path, "tokens", tokenizer="nope")
+    data_refused(
         "is smaller than the tokenizer's 300",
         tmp_path,
         "tokens",
@@ -200,27 +200,27 @@ def test_the_tokenizer_of_token_files_is_looked_at_before_training(tmp_path):
 def test_token_file_errors(tmp_path):
     file = tmp_path / "a.bin"
     file.write_bytes(b"abc")
-    refused("a.bin does not hold tokens as .bin", tmp_path, "tokens")
+    data_refused("a.bin does not hold tokens as .bin", tmp_path, "tokens")
     file.write_bytes(b"")
-    refused("a.bin does not hold tokens as .bin", tmp_path, "tokens")
+    data_refused("a.bin does not hold tokens as .bin", tmp_path, "tokens")
     file.write_bytes(b"a\0b\0")
-    refused(
+    data_refused(
         "leaves 2 tokens to train on, no row of batch.seq_len=3", tmp_path, "tokens", seq_len=3
     )
-    refused(
+    data_refused(
         "data.validation=0.1 holds out 0 tokens, no row of batch.seq_len=2",
         tmp_path,
         "tokens",
         validation=0.1,
     )
-    refused(
+    data_refused(
         "leaves 0 tokens to train on, no row of batch.seq_len=2",
         tmp_path,
         "tokens",
         validation=0.9,
     )
     for wrong in (-1, 258):
-        refused(
+        data_refused(
             f"data.document_end={wrong} is outside .* of model.vocab_size=258",
             tmp_path,
             "tokens",
@@ -238,6 +238,6 @@ def test_token_file_errors(tmp_path):
 )
 def test_npy_errors(tmp_path, array, message):
     np.save(tmp_path / "a.npy", array)
-    refused(message, tmp_path, "tokens")
+    data_refused(message, tmp_path, "tokens")
     (tmp_path / "a.npy").write_text("no array")
-    refused("a.npy does not hold tokens as .npy", tmp_path, "tokens")
+    data_refused("a.npy does not hold tokens as .npy", tmp_path, "tokens")

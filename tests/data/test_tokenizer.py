@@ -115,7 +115,9 @@ def test_saved_bytes_need_no_package(byte_folder, auto_tokenizer, tmp_path, monk
 
 
 @pytest.mark.parametrize("change", ["merge", "vocabulary", "specials", "normalizer"])
-def test_what_only_resembles_bytes_is_not_taken_for_them(byte_folder, tmp_path, change):
+def test_tokenizers_that_only_resemble_bytes_are_not_taken_for_them(
+    byte_folder, tmp_path, change
+):
     tree = json.loads((byte_folder / "tokenizer.json").read_text())
     if change == "merge":
         tree["added_tokens"] = []

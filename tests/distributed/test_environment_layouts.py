@@ -9,10 +9,10 @@ from minitrain.data.chat.problems import open_problems
 from minitrain.errors import InputError
 from minitrain.run.tasks import grpo_task
 from minitrain.run.tasks.rollout_files import read_rollouts
-from tests.distributed.test_grpo_layouts import run
 from tests.helpers.environments import ENDS, TALK, Scripted
 from tests.helpers.kill import MEASURED
 from tests.helpers.oracle import check_close
+from tests.helpers.policy_runs import run
 
 SCRIPTED = TALK | {
     "steps": 2,

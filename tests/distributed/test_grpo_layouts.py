@@ -30,6 +30,7 @@ from minitrain.training.loop import Trainer
 from tests.helpers.grpo import MODEL, TREE, made_up_groups, oddness
 from tests.helpers.kill import MEASURED
 from tests.helpers.oracle import check_close, initial_weights, snapshot
+from tests.helpers.policy_runs import run
 from tests.helpers.sampling import Counter, as_on_cuda, kinds_of_layers, make, prompts_of
 
 # ------------------------------------------------------------------------------------------------------------- updates
@@ -404,27 +405,6 @@ def test_steps_that_send_tokens_to_experts_are_not_captured(pool, ep, waits):
 # --------------------------------------------------------------------------------------------------------- one step off
 
 
-def run(tree, folder, steps):
-    """A run's numbers by step, the responses that it sampled, and its last weights, for ranks that train."""
-    config = configs.from_dict(tree)
-    whole = GrpoTask(config, folder)
-    if dist.get_rank():  # on some file systems others see what rank 0 has written only later
-        whole.rollouts = lambda step: folder / "not yet here"
-    first = whole.begin()
-    numbers = []
-    for line in whole.steps(first):
-        numbers.append(line)
-        if line["step"] in steps:
-            whole.save(line)
-    whole.wait()
-    return numbers, snapshot(whole.policy.model.named_parameters()) if whole.policy else None
-
-
-def of_some(response, answer, row):
-    """A reward that differs only where the question says so: of about half of all."""
-    return oddness(response, answer, row) if int(answer, 10) % 2 else 0.0
-
-
 LAGGING = TREE | {
     "steps": 4,
     "batch": {"global": 16, "micro": 2, "seq_len": 32},
@@ -582,7 +562,11 @@ def test_a_sampler_beside_an_fp8_trainer_says_that_it_computes_in_bf16(pool):
 @pytest.mark.parametrize("lag", [0, 1])
 def test_resume_takes_the_problems_that_come_next(pool, tmp_path, lag):
     """Of steps that needed one round of sampling or several; kept in the checkpoint, and with sampled responses."""
-    grpo = LAGGING["grpo"] | {"lag": lag, "generations": 3, "reward": f"{__name__}:of_some"}
+    grpo = LAGGING["grpo"] | {
+        "lag": lag,
+        "generations": 3,
+        "reward": "tests.helpers.policy_runs:of_some",
+    }
     tree = LAGGING | {"grpo": grpo, "steps": 5, "optim": {"lr": 1e-3}}
     [(at_once, _)] = pool.run(1, run, tree, tmp_path, [3])
     taken = [0, *(line["problems"] for line in at_once)]

@@ -8,7 +8,7 @@ import pytest
 
 from minitrain.grpo.rollouts import RolloutWorker
 from minitrain.run.config import load as configs
-from tests.grpo.test_lag import STEPS, check_log_probs, responses, run, tree_of
+from tests.helpers.lag import STEPS, check_log_probs, responses, run, tree_of
 
 
 def run_apart(tree, folder, saves):

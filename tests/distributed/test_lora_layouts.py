@@ -13,33 +13,14 @@ from minitrain.run.launch.start import start
 from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import Lora
 from minitrain.training.build import build_model
+from tests.helpers.adapters import train_adapters
 from tests.helpers.layouts import combine, ranks
-from tests.helpers.oracle import check_against_one_process, check_close, packed_batch, train
+from tests.helpers.oracle import check_against_one_process, check_close, packed_batch
 
 LORA = {"lora": {"rank": 8, "alpha": 16.0}}
 EXPERTS = {
     "lora": {"rank": 8, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
 }
-
-
-def random_adapter(name, tensor, generator):
-    """B too: while it is zero, so are the gradients of A, whatever the layout makes of them."""
-    tensor.normal_(0, 0.1, generator=generator)
-
-
-def train_adapters(*args):
-    """By torch's own Linears, as on GPUs, also where oneDNN's are faster."""
-    with (
-        mock.patch("minitrain.training.build.initialize_adapter", random_adapter),
-        mock.patch("minitrain.training.build.use_cpu_linears"),
-    ):
-        return train(*args)
-
-
-@pytest.fixture
-def random_adapters():
-    with mock.patch("minitrain.training.build.initialize_adapter", random_adapter):
-        yield
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import torch
 
 from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
 from minitrain.settings import Parallel
-from tests.distributed.test_lora_layouts import random_adapters, train_adapters  # noqa: F401
-from tests.distributed.test_pipeline import tree
+from tests.helpers.adapters import train_adapters
 from tests.helpers.layouts import combine, ranks
 from tests.helpers.oracle import check_against_one_process, packed_batch, train, train_compiled
+from tests.helpers.pipelines import tree
 
 MTP = {"num_nextn_predict_layers": 2}
 
@@ -49,7 +49,7 @@ def test_compiled(pool):
 @pytest.mark.parametrize(
     "targets", [["q_proj", "eh_proj"], ["0.self_attn.q_proj", "1.mlp.down_proj"]], ids=str
 )
-def test_adapters_in_these_layers_or_not(pool, random_adapters, targets):  # noqa: F811
+def test_adapters_in_these_layers_or_not(pool, random_adapters, targets):
     settings = combine("tp", "pp", "mtp") | {"lora": {"rank": 8, "targets": targets}}
     check_against_one_process(
         pool, 4, settings, batch=packed_batch, run=train_adapters, double=True

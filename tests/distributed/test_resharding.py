@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from minitrain.errors import InputError
 from minitrain.parallel.shards import cut_slices
-from minitrain.run.checkpoint import checkpoint_files, checkpoint_state
+from minitrain.run.checkpoint import checkpoint_folders, checkpoint_state
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
@@ -68,7 +68,7 @@ def check_folder(folder, own_disks):
     """The error of a checkpointer, if any, that has `folder`, or a folder of this name on each rank's own disk."""
     start(configs.from_dict(TREE))
     seen = folder / str(dist.get_rank()) if own_disks else folder
-    with mock.patch.object(checkpoint_files, "FILE_PATIENCE", 0.3):
+    with mock.patch.object(checkpoint_folders, "FILE_PATIENCE", 0.3):
         try:
             Checkpointer(seen, keep=2)
         except InputError as error:

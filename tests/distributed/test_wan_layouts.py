@@ -22,7 +22,8 @@ from minitrain.parallel.fsdp import shard
 from minitrain.parallel.shards import full_tensor
 from minitrain.parallel.tensor import RMSNormOverHeads
 from minitrain.parallel.tensor_wan import tensor_parallel_wan
-from tests.helpers.gradients import assert_same_gradients, relative
+from tests.helpers.gradients import assert_same_gradients
+from tests.helpers.oracle import relative_error
 
 CONFIG = WanConfig(
     num_attention_heads=4,
@@ -107,7 +108,7 @@ def check_fp32_islands(model: Wan) -> None:
     torch.testing.assert_close(
         tables[: len(tables) // 2], tables[len(tables) // 2 :], atol=1e-5, rtol=1e-5
     )
-    assert relative(out, exact) < 0.03
+    assert relative_error(out, exact) < 0.03
 
 
 def test_norms_are_rounded_once():
@@ -226,6 +227,6 @@ def check_fp8_tensor_parallel() -> None:
     assert gathers.call_count == 3 * config.num_layers
     for output in outputs:
         output.square().sum().backward()
-    assert relative(outputs[1], outputs[0]) < 0.05
+    assert relative_error(outputs[1], outputs[0]) < 0.05
     for (name, found), expected in zip(split.named_parameters(), alone.parameters(), strict=True):
-        assert relative(full_tensor(found.grad), expected.grad) < 0.05, name
+        assert relative_error(full_tensor(found.grad), expected.grad) < 0.05, name

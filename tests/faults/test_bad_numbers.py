@@ -23,7 +23,7 @@ from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.grpo.policy_trainer import PolicyTrainer
 from minitrain.parallel.shards import local_shard
-from minitrain.run.checkpoint.checkpoint_files import Writer
+from minitrain.run.checkpoint.checkpoint_index import Writer
 from minitrain.run.checkpoint.checkpointer import Checkpointer
 from minitrain.run.config import load as configs
 from minitrain.run.launch.failures import recorded
@@ -443,7 +443,7 @@ def test_an_operation_without_a_deterministic_form_is_one_line(tmp_path, monkeyp
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_the_user_says_of_algorithms_stays(monkeypatch):
+def test_deterministic_runs_keep_the_users_algorithms(monkeypatch):
     own = {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "^NVLS,NVLSTree,CollnetDirect,CollnetChain",

@@ -25,14 +25,9 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
 from minitrain.run.checkpoint import checkpoint_files
-from minitrain.run.checkpoint.checkpoint_files import (
-    Writer,
-    find_damage,
-    make_empty,
-    measure,
-    remove,
-    write_description,
-)
+from minitrain.run.checkpoint.checkpoint_files import find_damage, measure, write_description
+from minitrain.run.checkpoint.checkpoint_folders import make_empty, remove
+from minitrain.run.checkpoint.checkpoint_index import Writer
 from minitrain.run.checkpoint.checkpointer import Checkpointer, resume_point, saved_despite_errors
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.launch.lock import locked
@@ -271,7 +266,7 @@ def test_all_of_a_file_is_summed_up(tmp_path, monkeypatch):
     """Which is read block by block."""
     monkeypatch.setattr(checkpoint_files, "BLOCK", 4)
     (tmp_path / "a").write_bytes(b"nine bytes")
-    assert measure(tmp_path / "a") == [10, zlib.crc32(b"nine bytes")]
+    assert measure(tmp_path / "a") == (10, zlib.crc32(b"nine bytes"))
 
 
 def test_folders_are_emptied_and_removed_whole(tmp_path):
@@ -303,7 +298,7 @@ def save_and_start_while_files_are_read(folder):
     return found, told.getvalue()
 
 
-def test_what_cannot_be_removed_ends_no_run(pool, tmp_path):
+def test_files_that_cannot_be_removed_end_no_run(pool, tmp_path):
     found, told = pool.run(1, save_and_start_while_files_are_read, tmp_path)[0]
     assert found == {"step": 2}
     why = "cannot be removed: [Errno 39] Directory not empty: '.nfs01'"

@@ -33,7 +33,7 @@ def train_unseen(file: Path, end: str, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("end", ["no reader", "closed"])
-def test_a_run_that_nobody_watches_goes_on_to_its_end(tmp_path, end):
+def test_a_run_whose_output_is_closed_goes_on_to_its_end(tmp_path, end):
     """Its numbers and checkpoints are in files."""
     run = Run(CASES["one process"], tmp_path / "run")
     process = fork(train_unseen, run.file, end, dict(os.environ))

@@ -335,7 +335,7 @@ def test_merge_keys_are_read(tmp_path):
 @pytest.mark.parametrize(
     "content", [bytes(range(256)), b"\xff\xfe\0\0", b"\x89PNG\r\n\x1a\n" + b"\0" * 99, None]
 )
-def test_what_is_no_text(tmp_path, content):
+def test_configs_that_are_no_text_are_refused(tmp_path, content):
     (tmp_path / "a").mkdir() if content is None else (tmp_path / "a").write_bytes(content)
     with pytest.raises(InputError, match=r"a(.yaml)? cannot be read|not valid YAML|config file"):
         load(tmp_path / "a")

@@ -456,7 +456,7 @@ def test_any_adapter(adapters, tmp_path_factory, which, edits, changes, of_confi
         assert all(torch.equal(x, expected[key]) for key, x in found.items())
 
 
-def test_a_rank_that_nobody_has_is_refused_before_training_too(adapters, tmp_path):
+def test_an_adapters_impossible_rank_is_refused_before_training_too(adapters, tmp_path):
     folder = edited(adapters[0][1], tmp_path / "edited")
     edit = json.loads((folder / "adapter_config.json").read_text()) | {"r": 10**9}
     (folder / "adapter_config.json").write_text(json.dumps(edit))

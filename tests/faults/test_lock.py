@@ -62,13 +62,13 @@ def test_training_is_kept_out(another, tmp_path, monkeypatch, left_over):
     assert {path.name for path in tmp_path.rglob("*")} == {".lock"}
 
 
-def test_a_run_that_was_killed_keeps_nobody_out(another, tmp_path, monkeypatch):
+def test_lock_of_a_killed_run_is_taken_over(another, tmp_path, monkeypatch):
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: another.kill())
     with locked(tmp_path, leads=True):
         pass
 
 
-def test_a_run_that_has_ended_keeps_nobody_out(another, tmp_path, monkeypatch, capsys):
+def test_lock_of_an_ended_run_is_taken_over(another, tmp_path, monkeypatch, capsys):
     another.communicate()
     monkeypatch.setattr(lock, "PATIENCE", 0.0)
     with locked(tmp_path, leads=True):
@@ -89,7 +89,7 @@ def test_both_ways_to_say_that_a_lock_is_taken(tmp_path, monkeypatch, number):
         locked(tmp_path, leads=True).__enter__()
 
 
-def test_where_no_file_can_be_locked_nobody_is_kept_out(another, tmp_path, monkeypatch):
+def test_runs_start_where_files_cannot_be_locked(another, tmp_path, monkeypatch):
     monkeypatch.setattr(
         lock.fcntl, "lockf", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available"))
     )

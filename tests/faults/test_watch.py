@@ -204,7 +204,7 @@ def test_a_signal_stops_the_run_that_got_it_and_none_that_follows(heeded, name):
     assert signal.getsignal(number) == before
 
 
-def test_what_was_ignored_stays_ignored(monkeypatch):
+def test_ignored_signals_stay_ignored(monkeypatch):
     """As SIGHUP under nohup, and SIGINT in what a shell's script runs in the background."""
     start(configs.from_dict(TREE | {"batch": {"global": 1, "micro": 1}}))
     for number in (signal.SIGHUP, signal.SIGINT):

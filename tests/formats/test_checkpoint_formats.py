@@ -28,10 +28,10 @@ from tests.helpers.hf_models import (
     HYBRID_CONFIGS,
     MOE_CONFIGS,
     build,
+    call_refused,
     edit_json,
     edit_weights,
     random_tokens,
-    refused,
     reload,
 )
 
@@ -208,7 +208,7 @@ def test_what_is_saved_in_fp8_is_what_transformers_reads(family, sizes, tmp_path
 def test_families_without_fp8_files_are_not_saved_so(tmp_path):
     build("llama3").save_pretrained(tmp_path / "plain")
     model = load_pretrained(tmp_path / "plain")
-    refused(
+    call_refused(
         lambda: save_pretrained(model, tmp_path / "fp8", fp8=True),
         "family llama",
         "no FP8 blocks",
@@ -500,32 +500,32 @@ def test_bad_fp8(fp8):
     folder, _ = fp8
     key = "model.layers.1.mlp.experts.2.up_proj.weight"
     edit_weights(folder, **{key + "_scale_inv": None})
-    refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 2]", "missing")
+    call_refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 2]", "missing")
     edit_weights(folder, **{key + "_scale_inv": torch.ones(2, 1)})
-    refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 1]", "[2, 2]")
+    call_refused(lambda: load_pretrained(folder), key + "_scale_inv", "[2, 1]", "[2, 2]")
     edit_weights(
         folder,
         **{key + "_scale_inv": torch.ones(2, 2), key: torch.zeros(136, 152, dtype=torch.int8)},
     )
-    refused(lambda: load_pretrained(folder), key, "I8")
+    call_refused(lambda: load_pretrained(folder), key, "I8")
     edit_json(
         folder / "config.json",
         quantization_config=FP8_SETTINGS | dict(weight_block_size=[64, 64]),
     )
-    refused(
+    call_refused(
         lambda: load_pretrained(folder), "config.json", "weight_block_size=[64, 64]", "[128, 128]"
     )
     edit_json(folder / "config.json", quantization_config=dict(quant_method="gptq"))
-    refused(lambda: load_pretrained(folder), "config.json", "gptq", "fp8")
+    call_refused(lambda: load_pretrained(folder), "config.json", "gptq", "fp8")
 
 
 def test_bad_mxfp4(mxfp4):
     folder, _ = mxfp4
     key = "model.layers.0.mlp.experts.gate_up_proj_scales"
     edit_weights(folder, **{key: torch.zeros(8, 192, 3, dtype=torch.uint8)})
-    refused(lambda: load_pretrained(folder), key, "[8, 192, 3]", "[8, 192, 2]")
+    call_refused(lambda: load_pretrained(folder), key, "[8, 192, 3]", "[8, 192, 2]")
     edit_weights(folder, **{key: None})
-    refused(lambda: load_pretrained(folder), key, "missing")
+    call_refused(lambda: load_pretrained(folder), key, "missing")
 
 
 @pytest.mark.parametrize(
@@ -534,14 +534,14 @@ def test_bad_mxfp4(mxfp4):
 def test_tensors_without_a_place(key, tmp_path):
     build("qwen3-moe").save_pretrained(tmp_path)
     edit_weights(tmp_path, **{key: torch.ones(2)})
-    refused(lambda: load_pretrained(tmp_path), key, "no place")
+    call_refused(lambda: load_pretrained(tmp_path), key, "no place")
 
 
 def test_a_missing_expert(tmp_path):
     build("mixtral").save_pretrained(tmp_path)
     key = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     edit_weights(tmp_path, **{key: None})
-    refused(lambda: load_pretrained(tmp_path), key, "[48, 80]", "missing")
+    call_refused(lambda: load_pretrained(tmp_path), key, "[48, 80]", "missing")
 
 
 @pytest.mark.parametrize(("family", "must_be"), [("qwen3-moe", False), ("gpt-oss", True)])
@@ -550,7 +550,7 @@ def test_a_null_says_false(family, must_be, tmp_path):
     config, file = read_config(tmp_path), tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_bias": None}))
     if must_be:
-        refused(lambda: read_config(tmp_path), "attention_bias=None", "must be True")
+        call_refused(lambda: read_config(tmp_path), "attention_bias=None", "must be True")
     else:
         assert read_config(tmp_path) == config
 

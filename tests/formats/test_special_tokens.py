@@ -149,10 +149,14 @@ def test_a_new_model_has_nothing_of_the_old_ones_way_to_generate(tmp_path):
     )
     old_model(tmp_path / "saved")
     save_pretrained(Decoder(model_config("llama3-8b-tiny", num_layers=1)), tmp_path / "saved")
+    # merge asks for a new folder, and leaves an old one as it is
     old_model(tmp_path / "merged")
-    # with it merge asks for another folder
-    (tmp_path / "merged/config.json").unlink()
-    merge.main([*save_with_adapter(tmp_path), "--out", str(tmp_path / "merged")])
+    words = [*save_with_adapter(tmp_path), "--out", str(tmp_path / "merged")]
+    with pytest.raises(InputError, match=r"merged exists already \(name a new folder\)"):
+        merge.main(words)
+    (tmp_path / "merged").rename(tmp_path / "old")
+    assert "top_k" in (tmp_path / "old/generation_config.json").read_text()
+    merge.main(words)
     for folder in ("trained", "saved", "merged"):
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / folder).generation_config
         assert theirs.eos_token_id == 257 and theirs.top_k in (None, 50)
@@ -214,7 +218,7 @@ def test_what_is_not_of_this_model_is_refused(tmp_path):
     small = {"model": {"name": "llama3-8b-tiny", "num_layers": 1}}
     with pytest.raises(InputError, match=r"a holds a tokenizer.json, which is not this model's"):
         run(tmp_path / "a", small, data(tmp_path, "tokens"))
-    with pytest.raises(InputError, match=r"a holds a tokenizer.json, which is not this model's"):
+    with pytest.raises(InputError, match=r"a exists already \(name a new folder\)"):
         merge.main([*save_with_adapter(tmp_path), "--out", str(tmp_path / "a")])
     old_model(tmp_path / "b")
     with pytest.raises(

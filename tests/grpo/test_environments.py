@@ -66,7 +66,7 @@ def scripted():
     return worker.collect(problems, 0), worker.sampler.model
 
 
-def test_what_is_said_drawn_and_given():
+def test_drawn_and_given_tokens_of_a_response():
     """Replies end with an end, what is given follows from them, and log-probabilities are the trainer's."""
     groups, model = scripted()
     assert [len(group) for group in groups] == [4] * 3
@@ -410,7 +410,7 @@ def test_environments_that_are_none_are_refused_at_once():
             load_environment(name)
 
 
-def test_what_reads_the_settings():
+def test_unread_settings_of_environments_get_notes():
     tree = TREE | {"grpo": {"turns": 3, "environment_wait": 1.0, "reward": "math"}}
     lines = list(unread(configs.from_dict(tree)))
     assert [line.partition("=")[0] for line in lines] == [
@@ -469,7 +469,7 @@ def made_up_talks():
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_only_what_is_drawn_is_learned(aggregation):
+def test_loss_counts_drawn_tokens_alone(aggregation):
     """The whole update is that of the formula, written out over full passes of single samples."""
     tree = TREE | {
         "batch": {"global": 16, "micro": 2, "seq_len": 32},

@@ -199,6 +199,7 @@ def test_a_run_keeps_the_experts_and_tells_their_memory(tmp_path, capsys):
         ({"parallel": {"pp": 2}}, "parallel.pp=2: ranks do not know"),
         ({"rollout": {"max_tokens": 8, "tp": 2}}, "rollout.tp=2: ranks do not know"),
         ({"compile": True}, "has not been tried with compile=true"),
+        ({"rollout": {"compile": True}}, "has not been tried with rollout.compile=true"),
     ],
     ids=str,
 )

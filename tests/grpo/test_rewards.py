@@ -390,7 +390,7 @@ def test_a_function_of_ones_own(tmp_path, monkeypatch):
     assert load_reward("my_reward:score")("abc", "", {"scale": 2}) == 6
 
 
-UNNAMED = "is not exact, math, math_verify or package.module:function"
+UNNAMED = "is not exact, math, math_verify, a reward model's folder or package.module:function"
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ UNNAMED = "is not exact, math, math_verify or package.module:function"
         ("no_such_module_x:f", "cannot be imported: ModuleNotFoundError.*No module"),
         ("minitrain.errors:missing", "cannot be imported: .* no attribute 'missing'"),
         ("minitrain:__all__", "is a list, not a function"),
-        ("minitrain.grpo.rewards:plain", "must take .response, answer, row.: too many"),
+        ("minitrain.grpo.math_answers:plain", "must take .response, answer, row.: too many"),
         ("builtins:max", "must take .response, answer, row.: no signature"),
     ],
 )

@@ -116,7 +116,7 @@ def test_usual_lines(tmp_path, line, answer):
         },
     ],
 )
-def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
+def test_keys_beside_a_problem_are_shown_or_refused(tmp_path, line):
     system = "Be exact." if "messages" in line else "Be short."
     (problem,) = problems_of(tmp_path, [line | {"system": system}])[0].problems
     assert bytes(problem.prompt) == f"{system}\n2+2?\n".encode() and problem.answer == "4"
@@ -160,7 +160,7 @@ def test_what_stands_beside_a_problem_is_seen_or_refused(tmp_path, line):
         ),
     ],
 )
-def test_what_a_problem_would_lose_is_refused(tmp_path, line, message):
+def test_keys_that_a_problem_would_lose_are_refused(tmp_path, line, message):
     with pytest.raises(InputError, match=message):
         problems_of(tmp_path, [line])
 
@@ -230,7 +230,7 @@ def test_an_instruction_with_its_input(tmp_path):
     assert bytes(problem.prompt) == b"Add.\n"
 
 
-def test_what_the_system_says_stands_before_a_prompt(tmp_path):
+def test_system_messages_stand_before_a_prompt(tmp_path):
     line = {"system_prompt": "Be exact.", "question": "2+2?", "response": "4"}  # OpenOrca
     (problem,) = problems_of(tmp_path, [line])[0].problems
     assert bytes(problem.prompt) == b"Be exact.\n2+2?\n"
@@ -440,7 +440,7 @@ def test_another_seed_draws_other_responses():
     assert len({*seeds[0], *seeds[1]}) == 6
 
 
-def test_what_is_said_of_a_steps_responses():
+def test_statistics_of_a_steps_responses():
     groups = made_up_groups()[:2]  # of 1 + (3 g + 5 n) % 8 tokens; every third is right
     groups[0][1].truncated = True
     for response in itertools.chain(*groups):
@@ -535,7 +535,8 @@ def test_rewards_that_raise():
 def test_a_wrong_reward_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(grpo_task, "start", None)
     with pytest.raises(
-        InputError, match="grpo.reward='exakt' is not exact, math, math_verify or package"
+        InputError,
+        match="grpo.reward='exakt' is not exact, math, math_verify, a reward model's folder or package",
     ):
         GrpoTask(configs.from_dict(TREE | {"grpo": {"reward": "exakt"}}), folder=None)
 
@@ -551,7 +552,7 @@ def test_groups_without_signal_are_replaced():
     assert {r.no_signal for group in groups for r in group} == {4 / 6}
 
 
-def test_what_is_said_of_a_step_counts_groups_that_were_replaced(tmp_path):
+def test_statistics_of_a_step_count_replaced_groups(tmp_path):
     """By hand: 0, 4, 2, 0, 3, 0 of 4 are right and as long as their problem, the others cut off after a token."""
     sampling, problems = worker([0, 4, 2, 0, 3], generations=5)
     groups = sampling.collect(problems, first=0)
@@ -801,7 +802,7 @@ def run_novelty(folder, lag, stop):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_what_a_reward_remembers_is_kept_in_checkpoints(tmp_path, lag):
+def test_state_of_a_reward_is_kept_in_checkpoints(tmp_path, lag):
     """A run that stops and goes on is one that does not, and evaluations leave no trace."""
     parts = run_novelty(tmp_path / "parts", lag, 2) + run_novelty(tmp_path / "parts", lag, 4)
     assert novelty.seen == {"all": [4 * 8]}
@@ -973,7 +974,7 @@ def test_contradictions_are_refused(setting, message):
     ],
     ids=str,
 )
-def test_what_looks_like_a_contradiction_and_is_none(setting):
+def test_settings_that_only_seem_contradictory_are_accepted(setting):
     configs.from_dict(TREE | {"rollout": {"max_tokens": 8}} | setting)
 
 

@@ -71,7 +71,7 @@ def open_tokens(path, seq_len, vocab_size=1000, **fields):
     return open_data(Data(kind="tokens", path=str(path), **fields), seq_len, vocab_size, 0)
 
 
-def refused(message: str, folder: Path, kind: str, seq_len=2, vocab_size=258, **fields):
+def data_refused(message: str, folder: Path, kind: str, seq_len=2, vocab_size=258, **fields):
     """Check that data is refused in one line that matches `message`. fields: of settings.Data."""
     with pytest.raises(InputError, match=message) as error:
         open_data(

@@ -5,7 +5,7 @@ import time
 from functools import partial
 
 from minitrain import Sampler
-from minitrain.data.chat.chat_templates import PLAIN
+from minitrain.data.chat.chat_templates import built_in
 from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.tokenizer import ByteTokenizer
@@ -97,7 +97,7 @@ def talking_worker(environment, rollout: Rollout | None = None, max_tokens=40, *
     start(config)
     model = make("llama3-8b", vocab_size=258)
     sampler = Sampler(model, tokenizer, rollout or Rollout(slots=16, page_size=4, pages=300))
-    dialog = partial(ChatDialog, PLAIN, ByteTokenizer())
+    dialog = partial(ChatDialog, built_in("plain"), ByteTokenizer())
     worker = RolloutWorker(config, sampler, tokenizer, ENDS, exact, 0, 1, None)
     if environment:
         talk = Talk(environment, dialog)

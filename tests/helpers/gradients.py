@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tests.helpers.oracle import relative_error
+
 
 def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Check the relative error of each module's weight and bias as one vector.
@@ -18,9 +20,4 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor])
         one, other = (
             torch.cat([side[name].flatten() for name in names]) for side in (found, expected)
         )
-        assert relative(one, other) < 1e-5, module
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Return norm(actual - expected) / norm(expected)."""
-    return ((actual.double() - expected).norm() / expected.double().norm()).item()
+        assert relative_error(one, other) < 1e-5, module

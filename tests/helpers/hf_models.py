@@ -332,7 +332,7 @@ def edit_weights(folder, **changes):
     )
 
 
-def refused(call, *parts):
+def call_refused(call, *parts):
     """Check that `call` raises an InputError of one line that contains all `parts`."""
     with pytest.raises(InputError) as caught:
         call()

@@ -9,6 +9,7 @@ from tests.helpers.imports import ROOT, names_in
 ROOMS = (
     "errors",
     "hashing",
+    "user_code",
     "settings",
     "models",
     "parallel",

@@ -40,7 +40,7 @@ from minitrain.models.wan import Wan
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.parallel.parallelize import apply_techniques
 from minitrain.parallel.recompute import recompute
-from minitrain.run.checkpoint.checkpoint_files import read_index
+from minitrain.run.checkpoint.checkpoint_index import read_index
 from minitrain.run.config.load import from_dict, to_dict
 from minitrain.run.launch.start import start
 from minitrain.run.monitor.flops import clean, count_work, lora_weights

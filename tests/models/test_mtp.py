@@ -24,11 +24,11 @@ from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.loss import IGNORE
 from minitrain.training.mtp_loss import MTPLoss
 from tests.helpers.hf_models import (
+    call_refused,
     edit_json,
     edit_weights,
     in_our_layout,
     random_tokens,
-    refused,
     reload,
 )
 from tests.helpers.oracle import packed_batch
@@ -273,14 +273,14 @@ def test_a_depth_that_files_do_not_hold(name, tmp_path):
     saved(name, tmp_path, 1)
     tree = {"model": {"path": str(tmp_path), "num_nextn_predict_layers": 2}}
     config = from_dict(tree).model.config
-    refused(
+    call_refused(
         lambda: find_weights(config, tmp_path),
         "model.num_nextn_predict_layers=2",
         f"{tmp_path} holds 1 layer",
     )
     for wrong, line in ((-1, "must be at least 0"), (65, "must be at most 64")):
         change = partial(replace, config, num_nextn_predict_layers=wrong)
-        refused(change, f"model.num_nextn_predict_layers={wrong} {line}")
+        call_refused(change, f"model.num_nextn_predict_layers={wrong} {line}")
 
 
 def test_transformers_keeps_the_number_and_drops_the_layers(tmp_path):
@@ -304,7 +304,7 @@ def test_copies_must_be_what_they_copy(key, what, tmp_path):
     name = f"model.layers.5.{key}.weight"
     tensor = load_file(tmp_path / "model.safetensors")[name]
     edit_weights(tmp_path, **{name: tensor + 1})
-    refused(
+    call_refused(
         lambda: load_pretrained(tmp_path), name, f"is not the {what}", "layers=0 reads neither"
     )
     plain = replace(read_config(tmp_path), num_nextn_predict_layers=0)
@@ -323,11 +323,13 @@ def test_nemotron_s_pattern_of_a_depth(tmp_path):
     edit_json(file, **names | {key: None})
     assert read_config(tmp_path).num_nextn_predict_layers == DEPTHS
     edit_json(file, mtp_layers_block_type=None, **{key: "M*E"})
-    refused(lambda: read_config(tmp_path), file, f"{key}='M*E' is not supported (must be '*E')")
+    call_refused(
+        lambda: read_config(tmp_path), file, f"{key}='M*E' is not supported (must be '*E')"
+    )
 
 
 def test_a_family_without_such_files_is_saved_for_minitrain(tmp_path):
-    refused(
+    call_refused(
         lambda: save_pretrained(model_of(depths=1), tmp_path),
         "model.num_nextn_predict_layers=1 cannot be saved as LlamaForCausalLM (must be 0)",
     )
@@ -366,7 +368,7 @@ def test_grpo_with_means_over_responses_is_refused():
         "grpo": {"aggregation": "sequence"},
         "data": {"template": "plain"},
     }
-    refused(partial(from_dict, tree), "grpo.aggregation=sequence", "mtp_weight=0")
+    call_refused(partial(from_dict, tree), "grpo.aggregation=sequence", "mtp_weight=0")
     from_dict(tree | {"mtp_weight": 0.0})
 
 

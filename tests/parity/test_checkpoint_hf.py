@@ -26,11 +26,11 @@ from tests.helpers.hf_models import (
     WINDOW_CONFIGS,
     YARN,
     build,
+    call_refused,
     compare_with_transformers,
     edit_json,
     edit_weights,
     random_tokens,
-    refused,
     reload,
     theta_of,
 )
@@ -173,7 +173,7 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(change, tmp_path):
     build("llama3-tied").save_pretrained(tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")[EMBEDDING]
     edit_weights(tmp_path, **{"lm_head.weight": change(embedding)})
-    refused(
+    call_refused(
         lambda: load_pretrained(tmp_path),
         "lm_head.weight is not the embedding",
         "tie_word_embeddings=false",
@@ -215,7 +215,7 @@ def test_dtype_is_the_checkpoints_unless_given(tmp_path):
     edit_json(tmp_path / "config.json", torch_dtype=None)
     assert load_pretrained(tmp_path).lm_head.weight.dtype == torch.bfloat16
     edit_json(tmp_path / "config.json", torch_dtype="float8_e4m3fn")
-    refused(lambda: load_pretrained(tmp_path), "config.json", "float8_e4m3fn")
+    call_refused(lambda: load_pretrained(tmp_path), "config.json", "float8_e4m3fn")
 
 
 def test_saved_in_the_models_dtype(folder):
@@ -406,11 +406,13 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
     build(family).save_pretrained(tmp_path)
     read_config(tmp_path)
     edit_json(tmp_path / "config.json", **changes)
-    refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
+    call_refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
 
 
 def test_a_folder_whose_config_the_system_does_not_give():
-    refused(lambda: read_config("a" * 300), "config.json cannot be read", "File name too long")
+    call_refused(
+        lambda: read_config("a" * 300), "config.json cannot be read", "File name too long"
+    )
 
 
 @pytest.mark.parametrize("theta", [None, 50.0])
@@ -434,22 +436,22 @@ def test_scaled_positions_that_were_learned_are_all_where_config_json_has_no_num
 
 
 def test_config_file_that_cannot_be_read(folder, tmp_path):
-    refused(
+    call_refused(
         lambda: read_config(tmp_path / "nowhere"),
         tmp_path / "nowhere/config.json",
         "No such file",
     )
     weights = folder / "model.safetensors"
-    refused(
+    call_refused(
         lambda: load_pretrained(weights),
         f"{weights} is a file (give a folder with config.json and safetensors",
     )
     (folder / "config.json").write_text('{\n  "hidden_size": 48,\n  "vocab_size" 96\n}')
-    refused(lambda: read_config(folder), f"{folder / 'config.json'}:3:16", "JSON")
+    call_refused(lambda: read_config(folder), f"{folder / 'config.json'}:3:16", "JSON")
     (folder / "config.json").write_text("[]")
-    refused(lambda: read_config(folder), folder / "config.json", "object")
+    call_refused(lambda: read_config(folder), folder / "config.json", "object")
     (folder / "config.json").write_bytes(b'{"hidden_size": "\xff"}')
-    refused(lambda: read_config(folder), folder / "config.json")
+    call_refused(lambda: read_config(folder), folder / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -472,7 +474,7 @@ def test_wrong_tensors_are_found_before_anything_is_written(changes, parts, fold
     edit_weights(folder, **changes)
     model = Decoder(read_config(folder))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    refused(lambda: load_weights(model, folder), folder, *parts)
+    call_refused(lambda: load_weights(model, folder), folder, *parts)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
 
@@ -490,7 +492,7 @@ def test_index_that_leaves_the_folder(name, sharded, folder):
     index = sharded / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
     edit_json(index, weight_map=weight_map | {EMBEDDING: name})
-    refused(lambda: load_pretrained(sharded), index, name, "same folder")
+    call_refused(lambda: load_pretrained(sharded), index, name, "same folder")
 
 
 def test_damaged_weight_files(sharded):
@@ -501,25 +503,25 @@ def test_damaged_weight_files(sharded):
     contents = shards[1].read_bytes()
     for damaged in (contents[:-1], contents[:100], b"", b"\xff" * 100):
         shards[1].write_bytes(damaged)
-        refused(lambda: load_pretrained(sharded), shards[1])
+        call_refused(lambda: load_pretrained(sharded), shards[1])
     shards[1].unlink()
-    refused(lambda: load_pretrained(sharded), shards[1], "No such file")
+    call_refused(lambda: load_pretrained(sharded), shards[1], "No such file")
     shards[1].write_bytes(shards[0].read_bytes())
-    refused(lambda: load_pretrained(sharded), shards[1], "also in", shards[0])
+    call_refused(lambda: load_pretrained(sharded), shards[1], "also in", shards[0])
     edit_json(index, weight_map=["model.safetensors"])
-    refused(lambda: load_pretrained(sharded), index, "weight_map")
+    call_refused(lambda: load_pretrained(sharded), index, "weight_map")
     index.unlink()
     told = f"{sharded} holds no model.safetensors or diffusion_pytorch_model.safetensors, nor an index of shards"
-    refused(
+    call_refused(
         lambda: load_pretrained(sharded),
         told,
         f"{shards[0].name} is not read (save it again with save_pretrained",
     )
     for shard in shards:
         shard.unlink(missing_ok=True)
-    refused(lambda: load_pretrained(sharded), told)
+    call_refused(lambda: load_pretrained(sharded), told)
     (sharded / "pytorch_model.bin").touch()
-    refused(lambda: load_pretrained(sharded), told, "pytorch_model.bin is not read")
+    call_refused(lambda: load_pretrained(sharded), told, "pytorch_model.bin is not read")
 
 
 # ------------------------------------------------------------------------------------------------------ careful writing
@@ -587,12 +589,12 @@ def test_models_without_a_place_in_transformers(family, changes, tmp_path):
     build(family).save_pretrained(tmp_path / "theirs")
     config = dataclasses.replace(read_config(tmp_path / "theirs"), **changes)
     ((key, value),) = changes.items()
-    refused(lambda: save_pretrained(Decoder(config), tmp_path / "ours"), key, repr(value))
+    call_refused(lambda: save_pretrained(Decoder(config), tmp_path / "ours"), key, repr(value))
     assert not (tmp_path / "ours").exists()
 
 
 def test_folder_that_cannot_be_made(folder):
-    refused(
+    call_refused(
         lambda: save_pretrained(load_pretrained(folder), folder / "config.json"),
         folder / "config.json",
         "written",

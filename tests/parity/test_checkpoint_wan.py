@@ -14,7 +14,7 @@ from minitrain.formats.wan_names import diffusers_name
 from minitrain.models.decoder import Decoder
 from minitrain.models.wan import Wan, WanConfig
 from minitrain.models.zoo import model_config
-from tests.helpers.hf_models import edit_json, refused
+from tests.helpers.hf_models import call_refused, edit_json
 from tests.helpers.wan import CONFIGS, diffusers_twin
 
 SHARDED = 20_000  # bytes: a handful of files
@@ -219,13 +219,13 @@ def test_configs_that_do_not_fit(spelling, changes, message, tmp_path):
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path, original_names=spelling == "original")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    refused(lambda: load_pretrained(tmp_path), message, tmp_path)
+    call_refused(lambda: load_pretrained(tmp_path), message, tmp_path)
 
 
 def test_a_missing_key_is_named(tmp_path):
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path)
     edit_json(tmp_path / "config.json", ffn_dim=None)
-    refused(lambda: load_pretrained(tmp_path), "config.json: key ffn_dim is missing")
+    call_refused(lambda: load_pretrained(tmp_path), "config.json: key ffn_dim is missing")
 
 
 def test_the_folder_of_a_pipeline(tmp_path):
@@ -235,7 +235,7 @@ def test_the_folder_of_a_pipeline(tmp_path):
     ):
         load_pretrained(tmp_path)
     save_pretrained(Wan(CONFIGS["t2v"]), tmp_path / "transformer_2")
-    refused(
+    call_refused(
         lambda: load_pretrained(tmp_path),
         f"(use {tmp_path}/transformer or {tmp_path}/transformer_2)",
     )

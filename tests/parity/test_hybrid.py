@@ -18,12 +18,12 @@ from minitrain.training.build import initialize
 from tests.helpers.hf_models import (
     HYBRID_CONFIGS,
     build,
+    call_refused,
     compare_and_differentiate,
     compare_with_transformers,
     edit_json,
     packed,
     random_tokens,
-    refused,
     reload,
 )
 
@@ -232,7 +232,7 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
     """What is wrong is told by the names that the file has for it."""
     build(family).save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", **changes)
-    refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
+    call_refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
 
 
 def test_gpt2_as_openai_published_it(tmp_path):

@@ -132,7 +132,7 @@ def test_keywords_are_the_settings_of_every_way_to_ask(model, sampler):
     "messages",
     ["hi", ["hi"], [5, 6], [], {"role": "user", "content": "hi"}, None, [[]], [CHATS[0], "hi"]],
 )
-def test_what_is_no_chat_is_refused(sampler, messages):
+def test_messages_that_are_no_chat_are_refused(sampler, messages):
     with pytest.raises(InputError, match=r"is no chat .give \[\{'role': 'user', 'content'"):
         sampler.chat(messages)
     check_idle(sampler)
@@ -147,14 +147,14 @@ def test_what_is_no_chat_is_refused(sampler, messages):
         ({"role": "user", "content": ""}, "'content' is empty"),
     ],
 )
-def test_what_a_model_would_not_be_shown_is_refused(sampler, turn, line):
+def test_turns_that_the_template_does_not_show_are_refused(sampler, turn, line):
     for ask in (sampler.chat, lambda chat: next(sampler.stream(chat))):
         with pytest.raises(InputError, match=f"'messages'.0.: {line}"):
             ask([turn])
     check_idle(sampler)
 
 
-def test_what_has_no_tokenizer_has_no_text(model, folder, sampler):
+def test_text_needs_a_tokenizer(model, folder, sampler):
     mute = minitrain.Sampler(model, settings=SETTINGS)
     for words in ({}, {"n": 2}):
         for ask in (
@@ -231,7 +231,7 @@ def test_an_error_between_pieces_or_in_a_step_cancels_the_stream(sampler, failur
         check_idle(sampler)
 
 
-def test_objects_tell_what_they_are(sampler, folder):
+def test_repr_of_sampler_and_tokenizer(sampler, folder):
     assert repr(ByteTokenizer()) == "bytes: 258 tokens, texts end with '<|eos|>'"
     assert (
         repr(sampler.tokenizer)

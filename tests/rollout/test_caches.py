@@ -7,8 +7,10 @@ import torch
 
 from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
-from minitrain.rollout import caches
+from minitrain.rollout import kv_cache
+from minitrain.rollout.caches import Caches
 from minitrain.rollout.capacity import check_page_size
+from minitrain.rollout.steps import DecodingStep
 from minitrain.settings import Rollout
 
 PAGE, PAGES, DIM = 128, 8, 16
@@ -44,12 +46,12 @@ def test_samples_attend_to_their_pages(
 ):
     """Any number of heads may share keys; of latents, the values are the first channels. With drafts, tokens of a row
     lie in two pages."""
-    monkeypatch.setattr(caches, "compiled_flex_attention", lambda: attention_by_lists)
+    monkeypatch.setattr(kv_cache, "compiled_flex_attention", lambda: attention_by_lists)
     positions = (POSITIONS[:, None] + torch.arange(width)).flatten()
-    step = caches.DecodingStep(positions, TABLE, torch.arange(3), PAGE, PAGES)
+    step = DecodingStep(positions, TABLE, torch.arange(3), PAGE, PAGES)
     step.begin()
-    owner = caches.Caches(model_config("llama3-8b-tiny"), PAGES - 1, PAGE, slots=3)
-    owner.step, layer = step, caches.PagedKVCache(owner, last=False, window=window)
+    owner = Caches(model_config("llama3-8b-tiny"), PAGES - 1, PAGE, slots=3)
+    owner.step, layer = step, kv_cache.PagedKVCache(owner, last=False, window=window)
     layer.pools = [torch.randn(PAGES, PAGE, kv_heads, DIM) for _ in range(1 if latent else 2)]
     q, bias = torch.randn(1, heads, 3 * width, DIM), torch.randn(heads) if sinks else None
     out = layer.attend_to_pool(q, 12 if latent else DIM, bias)
@@ -73,7 +75,7 @@ def test_samples_attend_to_their_pages(
 
 def test_frequencies_are_those_of_what_is_asked_for():
     """theta ** (-2i / dim), for two bases and two dims in turn, as a model with local and global layers asks."""
-    owner = caches.Caches(model_config("llama3-8b-tiny"), 2, 16, slots=2)
+    owner = Caches(model_config("llama3-8b-tiny"), 2, 16, slots=2)
     for dim, theta in 2 * [(16, 1e6), (16, 1e4), (8, 1e4)]:
         expected = [theta ** (-2 * i / dim) for i in range(dim // 2)]
         found = owner.frequencies(dim, theta, None, torch.device("cpu"))

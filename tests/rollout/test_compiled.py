@@ -10,6 +10,7 @@ import torch
 
 from minitrain import Sampler, SamplingParams
 from minitrain.models.lora import add_adapters
+from minitrain.models.router import Router
 from minitrain.parallel.recompute import recompute
 from minitrain.rollout import compiled, engine, weights
 from minitrain.rollout import cpu as cpu_attention
@@ -116,6 +117,21 @@ def test_a_first_prompt_of_one_token(sampler_graphs):
         [prompt], SamplingParams(temperature=0, max_tokens=NEW)
     )
     assert found.tokens == uncached(model, prompt, NEW)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "nemotron3-nano-30b-a3b"])
+def test_experts_are_recorded_as_the_routers_choose_them(name, sampler_graphs):
+    model, (prompt,) = make(name), prompts_of((9,))
+    sampler = Sampler(model, settings=SETTINGS)
+    sampler.records = True
+    (found,) = sampler.generate([prompt], SamplingParams(temperature=0, max_tokens=NEW))
+    chosen = []
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, inputs, output: chosen.append(output[0]))
+    model(torch.tensor([(prompt + found.tokens)[:-1]]))
+    assert torch.equal(torch.from_numpy(found.routes).long(), torch.cat(chosen, -1))
+    assert sampler_graphs.graphs > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3-32b", "gpt-oss-20b"])

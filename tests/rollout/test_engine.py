@@ -194,7 +194,7 @@ def test_new_weights_need_a_refresh_and_get_one():
     assert sampler.scheduler is None and error() < 1.0001
 
 
-def test_only_what_was_made_of_the_weights_invalidates_graphs():
+def test_graphs_are_dropped_only_with_matrices_made_of_the_weights():
     # absorbed matrices are made anew
     for name, kept in (("qwen3-32b", True), ("deepseek-v3", False)):
         sampler = Sampler(make(name), settings=Rollout(page_size=4, pages=50))
@@ -584,7 +584,7 @@ def test_weights_that_are_not_finite(value, params):
     "family", ["qwen3-32b", "deepseek-v3", "gpt-oss-20b", "nemotron3-nano-30b-a3b"]
 )
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_spoils_no_later_sample(value, family):
+def test_nonfinite_values_in_the_cache_spoil_no_later_sample(value, family):
     """Masked keys and values count with a weight of 0, and 0 times NaN is NaN."""
     model, (long, short) = make(family, tie_word_embeddings=False), prompts_of((20, 3))
     sampler, params = (
@@ -604,7 +604,7 @@ def test_what_is_not_finite_spoils_no_later_sample(value, family):
     assert sampler.generate([short, long], params) == expected
 
 
-def test_what_is_computed_after_a_samples_end_spoils_no_later_one():
+def test_tokens_computed_after_a_samples_end_spoil_no_later_one():
     """Of several steps at once the last ones may be for nothing, but their tokens are in the caches."""
     model, settings = (
         make("qwen3-32b", tie_word_embeddings=False),

@@ -375,7 +375,7 @@ def test_no_more_steps_than_some_sample_has_left():
     assert scheduler.schedule().steps == 2
 
 
-def test_who_was_interrupted_goes_on_before_those_who_came_later():
+def test_preempted_samples_resume_before_later_ones():
     scheduler = Scheduler(Pages(8, 1), rows=2, chunk=100, steps=1)
     samples = [Sample([number] * 3, SamplingParams(), 0, limit=8) for number in range(3)]
     for sample in samples:

@@ -133,7 +133,7 @@ def test_turns_in_little_memory_and_in_many_steps(name, settings):
     assert sampler.idle and sampler.scheduler.pages.available == settings.pages
 
 
-def test_who_is_held_gives_way_and_is_computed_again():
+def test_held_sample_is_preempted_and_recomputed():
     sampler = Sampler(model_of("qwen3-32b"), settings=Rollout(slots=4, page_size=4, pages=22))
     (held,) = sampler.submit(
         [1, 2, 3] * 9, SamplingParams(stop_tokens=tuple(range(512)), max_tokens=9), keep=True
@@ -161,7 +161,7 @@ def test_who_is_held_gives_way_and_is_computed_again():
     assert sampler.idle
 
 
-def test_what_cannot_go_on_is_one_line():
+def test_resuming_a_sample_that_cannot_go_on_is_one_line():
     sampler = Sampler(model_of("qwen3-32b"), settings=Rollout(slots=2, page_size=4, pages=22))
     (sample,) = sampler.submit(
         [1, 2], SamplingParams(stop_tokens=tuple(range(512)), max_tokens=4), keep=True

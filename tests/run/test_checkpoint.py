@@ -26,13 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from minitrain.errors import InputError
 from minitrain.run.checkpoint import checkpoint_state
 from minitrain.run.checkpoint import checkpointer as checkpoint
-from minitrain.run.checkpoint.checkpoint_files import (
-    IndexUnpickler,
-    measure,
-    read_description,
-    read_index,
-    write_description,
-)
+from minitrain.run.checkpoint.checkpoint_files import measure, read_description, write_description
+from minitrain.run.checkpoint.checkpoint_index import IndexUnpickler, read_index
 from minitrain.run.checkpoint.checkpointer import Checkpointer, save_step
 from tests.helpers.checkpoints import content, equal, load_newest, make, names, save_many, step
 from tests.helpers.processes import LIMIT, Ranks

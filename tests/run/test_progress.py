@@ -31,6 +31,7 @@ from minitrain.run.tasks import train_model
 from minitrain.run.tasks.initial_weights import make_trainer
 from tests.helpers.oracle import count_flops
 
+CPU = torch.device("cpu")
 MODEL = {"name": "llama3-8b-tiny", "num_layers": 2, "vocab_size": 258}
 TINY = {
     "model": MODEL,
@@ -229,18 +230,18 @@ def test_each_steps_cost_is_that_of_its_tokens(monkeypatch):
     config = from_dict(TINY)
     monkeypatch.setattr(meter, "matmul_rate", lambda *_, **__: 2e12)
     monkeypatch.setattr(meter.dist, "get_world_size", lambda: 4)
-    measured = Meter(config, step_flops(config, SimpleNamespace(row=lambda n: {})))
-    line = measured.measure({"tokens_per_sec": 64.0, "step_time_s": 2.0})
+    measured = Meter(config, step_flops(config, SimpleNamespace(row=lambda n: {})), CPU)
+    line = measured.measure({"tokens_per_sec": 64.0, "step_tokens": 128})
     flops = clean(count_work(config.model.config), 32) * 128
     assert line["tflops_per_gpu"] == pytest.approx(flops / 2 / 4 / 1e12)
     assert line["mfu"] == pytest.approx(flops / 2 / 4 / 2e12)
     assert line["tokens_per_sec_per_gpu"] == 16.0 and line["peak_memory_gib"] > 0.01
     assert measured.about == "the 2 TFLOP/s of a large matmul here"
     monkeypatch.setattr(meter, "matmul_rate", lambda *_, **__: 45.1e9)
-    assert Meter(config, float).about == "the 45.1 GFLOP/s of a large matmul here"
+    assert Meter(config, float, CPU).about == "the 45.1 GFLOP/s of a large matmul here"
     monkeypatch.setattr(meter, "describe", lambda device: {"device": "NVIDIA H100 80GB HBM3"})
     bf16 = from_dict(TINY | {"precision": "bf16"})
-    assert Meter(bf16, float).about == "the 989 TFLOP/s published of NVIDIA H100 80GB HBM3"
+    assert Meter(bf16, float, CPU).about == "the 989 TFLOP/s published of NVIDIA H100 80GB HBM3"
 
 
 def test_documents_that_do_not_see_each_other_cost_less():
@@ -285,13 +286,13 @@ def test_closing_lines_fit_a_terminal_and_their_command_stays_one(out):
 
 def test_the_opening_fits_a_terminal(tmp_path):
     for out in ("out/x", "out/" + "a-long-name/" * 4):
-        told = opening(from_dict(TINY | {"out_dir": out}), 1)
+        told = opening(from_dict(TINY | {"out_dir": out}), 1, CPU)
         assert all(len(line) <= 78 for line in told.splitlines())
         assert " ".join(told.split()).endswith(f"on 1 x CPU, 4 steps, into {out}")
     assert "llama3-8b-tiny with random weights, 0." in told and "M parameters" in told
     small = {"num_layers": 1, "vocab_size": 9, "hidden_size": 16, "intermediate_size": 16}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-    told = opening(from_dict(TINY | {"model": MODEL | small, "steps": 1}), 1)
+    told = opening(from_dict(TINY | {"model": MODEL | small, "steps": 1}), 1, CPU)
     assert re.search(r"weights, 2,\d{3} parameters: ", told) and ", 1 step, into" in told
 
 

@@ -28,7 +28,7 @@ from minitrain.simulator.fake_world import (
     fake_attend,
     fake_world,
     make_counted,
-    stand_ins,
+    patched_for_fake_tensors,
     trace_step,
 )
 from minitrain.simulator.predict import simulated_figures
@@ -209,7 +209,7 @@ def test_windows_end_where_documents_do(window):
 def test_attention_runs_on_the_kernel_that_a_gpu_would_take(given, form, sizes, flops):
     """Causal (with sinks too) and full attention on cuDNN's, other masks on FlexAttention; of two rows, as for each."""
     queries = len(given.get("q_positions", range(64)))
-    with fake_world(1), stand_ins(1.0), FakeTensorMode(), Tracer({}) as tracer:
+    with fake_world(1), patched_for_fake_tensors(1.0), FakeTensorMode(), Tracer({}) as tracer:
         q, kv = torch.empty(2, 4, queries, 16), torch.empty(2, 2, 64, 16)
         fake_attend(q, kv, kv, counting_mask(1.0, 64, "cpu", **given))
     (event,) = (event for event in tracer.trace.events if event.kind == "attention")
@@ -277,6 +277,12 @@ def test_forms_of_fp8_run_the_same_products_on_fp8_units(form):
     with mock.patch.object(simulate, "play", wraps=simulate.play) as play:
         time_traces(configs_of[1], {0: ours}, system)
     assert play.call_args.args[1].fp8 == system.fp8 * {"row": 0.925, "mx": 1.0}[form]
+
+
+def test_copies_to_the_host_are_refused():
+    config = configs.from_dict({"recompute": "offload"})
+    with pytest.raises(InputError, match="recompute=offload is not simulated"):
+        time_traces(config, {}, load_system("dgx-h100"))
 
 
 def test_experts_in_fp32_are_refused():

@@ -20,8 +20,8 @@ from minitrain.simulator.simulate_policy import (
     decoding_seconds,
     forward_share,
     generation_seconds,
-    held_besides,
     log_normal_location,
+    memory_besides_steps,
     phase_seconds,
     refit_seconds,
     rollouts_of,
@@ -187,7 +187,7 @@ def test_what_is_held_besides_the_trainer(changes, reference, sampler):
     grpo = tree["grpo"] | changes.get("grpo", {})
     config = from_dict(tree | changes | {"grpo": grpo})
     count = sum(p.numel() for p in empty_model(config.model.config).parameters())
-    assert held_besides(config, {"parameters": 7}) == {
+    assert memory_besides_steps(config, {"parameters": 7}) == {
         "reference": reference,
         "sampler": sampler * count,
     }
@@ -215,9 +215,9 @@ def test_offloading_costs_time_and_saves_memory(states, kl, size):
     more = refit_seconds(config, SECOND, None) - refit_seconds(kept, SECOND, None)
     assert more == pytest.approx(2 * size * count / 8 / SECOND.host_link)
     for optimizer, sampler in ((count, count), (3 * count, 0)):
-        held = held_besides(config, {"parameters": 70, "optimizer": optimizer})
+        held = memory_besides_steps(config, {"parameters": 70, "optimizer": optimizer})
         assert held == {"reference": 0, "sampler": sampler}
-    held = held_besides(config, {"parameters": 7 * count, "optimizer": 60})
+    held = memory_besides_steps(config, {"parameters": 7 * count, "optimizer": 60})
     assert held == (
         {"reference": 7 * count - 60, "sampler": 0}
         if kl

@@ -16,7 +16,7 @@ def traced(function, **held) -> Trace:
     """held: by kind of memory, tensors that are there before."""
     with Tracer({}) as tracer:
         for kind, tensors in held.items():
-            tracer.hold(tensors, kind)
+            tracer.classify(tensors, kind)
         function()
     return tracer.trace
 
@@ -163,8 +163,8 @@ def test_memory_that_is_found_to_be_of_another_kind():
         first = torch.zeros(100) + 1  # at its peak: both
         for _ in range(2):
             later = first[:10] + 1
-            tracer.hold([later], "gradients")
-        tracer.hold([first], "optimizer")
+            tracer.classify([later], "gradients")
+        tracer.classify([first], "optimizer")
     assert tracer.trace.peak == dict(
         parameters=0, gradients=0, optimizer=400, gathered=0, activations=400
     )

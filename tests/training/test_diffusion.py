@@ -192,6 +192,7 @@ def test_a_run_logs_validates_resumes_and_exports(folder):
     for line in lines:
         quartiles = [line[key] for key in line if key.startswith("loss_sigma_q")]
         assert min(quartiles) - 1e-6 <= line["loss"] <= max(quartiles) + 1e-6
+        assert line["step_tokens"] == line["video_tokens"]
         assert line["tokens_per_sec"] * line["step_time_s"] == pytest.approx(line["video_tokens"])
     exported = folder / "out"
     theirs = WanTransformer3DModel.from_pretrained(exported)

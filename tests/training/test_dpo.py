@@ -4,43 +4,25 @@ import json
 from collections import defaultdict
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from minitrain import load_pretrained, train
-from minitrain.data.chat.preferences import Pairs, read_pair, scored_sample
+from minitrain.data.chat.preferences import Pairs, read_pair
 from minitrain.data.datasets import open_dataset
 from minitrain.data.records import counted
-from minitrain.data.text.text_rows import Sample
 from minitrain.errors import InputError
-from minitrain.grpo.batches import reply_example
 from minitrain.run.config import load as configs
-from minitrain.run.launch.start import start
-from minitrain.run.tasks.initial_weights import make_trainer
 from minitrain.settings import DPO
 from minitrain.training.dpo import Preferences, pair_losses, reply_sums
 from minitrain.training.log_probs import label_log_probs
 from minitrain.training.packing import rows
 from tests.helpers.hf_models import build
-from tests.helpers.oracle import check_close, copies
-from tests.helpers.training import logged
+from tests.helpers.oracle import check_close
+from tests.helpers.preferences import TREE, as_samples, compare, learn, made_up_pairs, refuse_cp
 
-TREE = {
-    "model": {
-        "name": "llama3-8b-tiny",
-        "vocab_size": 258,
-        "num_layers": 2,
-        "initializer_range": 0.05,
-    },
-    "task": "dpo",
-    "data": {"kind": "jsonl", "path": "x.jsonl", "template": "plain"},
-    "batch": {"global": 8, "micro": 1, "seq_len": 64},
-    "optim": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip": None},
-    "device": "cpu",
-}
 METRICS = defaultdict(lambda: defaultdict(list))
 SETTINGS = [
     {},
@@ -48,35 +30,6 @@ SETTINGS = [
     {"length_normalized": True},
     {"loss": "ipo", "length_normalized": True, "beta": 0.3},
 ]
-
-
-def made_up_pairs(count: int, vocab: int = 96) -> list[dict]:
-    """As TRL's collator takes them, of very different lengths."""
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(size):
-        return torch.randint(vocab, (size,), generator=generator).tolist()
-
-    return [
-        {
-            "prompt_ids": tokens(2 + n % 4),
-            "chosen_ids": tokens(1 + 3 * n % 8),
-            "rejected_ids": tokens(1 + 5 * n % 7),
-        }
-        for n in range(count)
-    ]
-
-
-def as_samples(pairs: list[dict], scored: bool = False) -> list[list[Sample]]:
-    """scored: for a reward model, see tests/training/test_reward.py."""
-
-    def sample(prompt: list[int], reply: list[int]) -> Sample:
-        if scored:
-            return scored_sample(np.array(prompt + reply), np.array([True]))
-        return Sample(**reply_example(prompt, reply))
-
-    sides = ("chosen_ids", "rejected_ids")
-    return [[sample(pair["prompt_ids"], pair[key]) for key in sides] for pair in pairs]
 
 
 # ----------------------------------------------------------------------------------------------------------------- TRL
@@ -169,21 +122,6 @@ def test_the_closed_form_of_ipo_without_normalization():
 # ------------------------------------------------------------------------------------------------------------- layouts
 
 
-def learn(tree: dict) -> tuple:
-    """The reference of the weights at the start, then two steps and the held-out loss from others."""
-    config = configs.from_dict(tree)
-    trainer = make_trainer(config, start(config))
-    data = Pairs(as_samples(made_up_pairs(43, 258), config.task == "reward"), config)
-    trainer.prepare(data, 100)
-    for parameter in trainer.model.parameters():  # so that the policy is not its own reference
-        parameter.data.mul_(1.2)
-    before = copies(trainer.model.named_parameters())
-    losses = [trainer.step(data, step)["loss"].item() for step in range(2)]
-    after = copies(trainer.model.named_parameters())
-    losses.append(trainer.evaluate(data))
-    return before, after, losses, logged(trainer.objective, trainer.total), data.reference
-
-
 @pytest.fixture(scope="module")
 def one_process(pool):
     return {str(dpo): pool.run(1, learn, tree_of(dpo))[0] for dpo in SETTINGS[:2]}
@@ -218,36 +156,6 @@ def test_experts(pool):
     tree = TREE | {"model": MOE}
     for parallel in ({"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}):
         compare(pool, pool.run(1, learn, tree)[0], tree | {"parallel": parallel})
-
-
-def compare(pool, expected: tuple, tree: dict) -> None:
-    ranks = 1
-    for name in ("dp_replicate", "dp_shard", "tp", "pp"):
-        ranks *= tree["parallel"].get(name, 1)
-    before, after, losses, numbers, reference = expected
-    results = pool.run(ranks, learn, tree)
-    check_close([result[0] for result in results], before, 1e-6, "weights")
-    changes = {name: after[name] - before[name] for name in after}
-    found = [
-        {name: result[1][name] - result[0][name] for name in result[1]} for result in results
-    ]
-    check_close(found, changes, 5e-5, "changes of two steps")
-    for _, _, their_losses, their_numbers, their_reference in results:
-        assert their_losses == pytest.approx(losses, rel=1e-5)
-        assert their_numbers == pytest.approx(numbers, rel=1e-4, abs=1e-6)
-        torch.testing.assert_close(their_reference, reference, rtol=1e-5, atol=1e-5)
-    assert (
-        0 < numbers["reward_accuracy"] < 1
-        and numbers["reward_chosen"] != numbers["reward_rejected"]
-    )
-
-
-def refuse_cp(tree: dict) -> str:
-    config = configs.from_dict(tree)
-    try:
-        make_trainer(config, start(config))
-    except InputError as error:
-        return str(error)
 
 
 def test_context_parallelism_is_refused(pool):

@@ -148,7 +148,10 @@ def test_a_dry_run_says_the_same_sum():
 def test_out_of_memory_is_one_line():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 55, dtype=torch.uint8)
-    asked = r"rank 0 is out of memory \(you tried to allocate 36028797018963968 bytes\): use recompute=full, a smaller"
+    asked = (
+        r"rank 0 is out of memory \(you tried to allocate 36028797018963968 bytes\): use recompute=full "
+        "or offload, a smaller"
+    )
     assert re.match(asked, explain(caught.value))
     gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
     assert "out of memory (Tried to allocate 2.00 GiB): use" in explain(

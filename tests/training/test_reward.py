@@ -28,15 +28,15 @@ from tests.helpers.hf_models import (
     HYBRID_CONFIGS,
     MOE_CONFIGS,
     assert_same,
+    call_refused,
     compare_and_differentiate,
     edit_json,
     edit_weights,
     random_tokens,
-    refused,
 )
 from tests.helpers.oracle import check_close
-from tests.training.test_dpo import TREE as DPO_TREE
-from tests.training.test_dpo import as_samples, compare, learn, made_up_pairs, refuse_cp
+from tests.helpers.preferences import TREE as DPO_TREE
+from tests.helpers.preferences import as_samples, compare, learn, made_up_pairs, refuse_cp
 
 TREE = DPO_TREE | {"task": "reward"}
 NAMES = {0: "bad", 1: "fair", 2: "good"}
@@ -108,9 +108,9 @@ def test_two_labels_without_names_are_read_and_the_names_of_others_are_counted(t
 def test_a_file_without_its_score_or_with_other_labels_is_refused(tmp_path):
     classifier("qwen3", num_labels=1).save_pretrained(tmp_path)
     edit_weights(tmp_path, **{"score.weight": torch.zeros(2, 48)})
-    refused(lambda: load_pretrained(tmp_path), "score.weight", "[2, 48]", "[1, 48]")
+    call_refused(lambda: load_pretrained(tmp_path), "score.weight", "[2, 48]", "[1, 48]")
     edit_weights(tmp_path, **{"score.weight": None})
-    refused(lambda: load_pretrained(tmp_path), "score.weight")
+    call_refused(lambda: load_pretrained(tmp_path), "score.weight")
 
 
 def test_families_of_which_transformers_has_no_classifier_are_saved_for_us_alone(tmp_path):

@@ -78,7 +78,7 @@ PLACEHOLDER = "\ue000a reply\ue000"
 class ChatTemplate:
     """A template in Jinja.
 
-    special: tokens that a tokenizer must have. tokenizer: the template came with it.
+    special: tokens that a tokenizer must have. tokenizer: the template came with it, `is_own`.
     It counts the replies that `Rendering.pieces` finds, those that lack some of the message, and those that follow
     another prompt than generation has, by both prompts: templates of reasoning models drop
     thoughts, and ask for them. And it counts the chats whose tools or calls have keys that are null.
@@ -93,6 +93,7 @@ class ChatTemplate:
         self.source = source
         self.special = special
         self.name = "data.template"
+        self.is_own = tokenizer is not None
         self.special_tokens = {}
         if tokenizer:
             self.name = f"the chat template beside {tokenizer.file}"
@@ -143,7 +144,16 @@ class ChatTemplate:
 
 
 class Rendering:
-    """One chat in a template. shown: the template's further variables, such as tools."""
+    """One chat in a template, as text that is cut where a reply begins and ends.
+
+    `question` ends where the next reply begins, `pieces` tells replies from what is given, and
+    `after_reply` is what stands between two replies. Where the template does not mark replies, the
+    chat is rendered again with a probe, a reply that holds PLACEHOLDER, in one reply's place:
+    1. what is behind the placeholder, up to a token of the template's, ends the reply (`end_of_reply`);
+    2. what all chats have in common before it, with the generation prompt, ends where the reply
+       begins (`start_of_reply`).
+    shown: the template's further variables, such as tools.
+    """
 
     def __init__(self, template: ChatTemplate, messages: Chat, shown: Mapping = NO_KEYS):
         self.template = template
@@ -203,7 +213,7 @@ class Rendering:
 
     def after_reply(self) -> str:
         """Return the text between the last reply, with its end, and the next one that it asks for."""
-        i = max(i for i, message in enumerate(self.messages) if message.role == "assistant")
+        i = self.replies[-1]
         problem = self.unclear(i)
         for probe in self.probes(i):
             turns = [*self.messages[:i], probe, *self.messages[i + 1 :]]
@@ -225,30 +235,45 @@ class Rendering:
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
         """Yield the text in pieces, each with whether the model is to say it."""
-        # given text, a reply, given text, ...
         self.template.with_nulls += self.has_nulls
+        # given text, a reply, given text, ...
         parts = MARKS.split(self.render(self.messages))
         text = "".join(parts)
         self.check_all_shown(text)
-        borders = list(accumulate(map(len, parts)))
-        spans = list(zip(borders[::2], borders[1::2], strict=False))
-        replies = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
         seen = 0
-        for i in [] if spans else replies:
-            spans.append(self.reply_in(text, i, seen))
-            seen = spans[-1][1]
-        if len(spans) != len(replies):
-            if not all(self.messages[i].learned for i in replies):
-                raise self.unclear(replies[0])
-            replies = [None] * len(spans)
-        seen = 0
-        for i, (start, end) in zip(replies, spans, strict=True):
+        for i, start, end in self.marked_replies(parts) or self.probed_replies(text):
             yield text[seen:start], False
             yield text[start:end], i is None or self.messages[i].learned
             if i is not None:
                 self.take_note(text, i, seen, start, end)
             seen = end
         yield text[seen:], False
+
+    def marked_replies(self, parts: list[str]) -> list[tuple[int | None, int, int]]:
+        """Return each reply that the template marks: its message, begin and end in the text.
+
+        parts: given text, a reply, given text, ... The messages are None where their number is not
+        that of the replies; then all must be learned.
+        """
+        borders = list(accumulate(map(len, parts)))
+        spans = list(zip(borders[::2], borders[1::2], strict=False))
+        numbers = self.replies
+        if spans and len(spans) != len(numbers):
+            if not all(self.messages[i].learned for i in numbers):
+                raise self.unclear(numbers[0])
+            numbers = [None] * len(spans)
+        return [(i, *span) for i, span in zip(numbers, spans, strict=False)]
+
+    def probed_replies(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """Yield each reply that is found by rendering the chat with another one in its place."""
+        seen = 0
+        for i in self.replies:
+            start, seen = self.reply_in(text, i, seen)
+            yield i, start, seen
+
+    @property
+    def replies(self) -> list[int]:
+        return [i for i, message in enumerate(self.messages) if message.role == "assistant"]
 
     def check_all_shown(self, text: str) -> None:
         """Raise InputError if the text leaves a turn out. Tools' answers may be written otherwise."""
@@ -430,21 +455,22 @@ def compile_template(text: str, name: str) -> Any:
 # --- choice
 
 
-def written_out(name: str, *special: str) -> ChatTemplate:
-    file = Path(__file__).parent / "templates" / f"{name}.jinja"
-    return ChatTemplate(file.read_text(encoding="utf-8").rstrip(), special)
-
-
-PLAIN = written_out("plain")
-TEMPLATES = {
-    "llama3": written_out("llama3", "<|start_header_id|>", "<|eot_id|>"),
-    "chatml": written_out("chatml", "<|im_start|>", "<|im_end|>"),
-    "plain": PLAIN,
+# template in templates/ -> tokens that a tokenizer must have
+BUILT_IN = {
+    "llama3": ("<|start_header_id|>", "<|eot_id|>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "plain": (),
 }
 
 
+def built_in(name: str) -> ChatTemplate:
+    """Return a template of templates/, which has counted no replies yet."""
+    file = Path(__file__).parent / "templates" / f"{name}.jinja"
+    return ChatTemplate(file.read_text(encoding="utf-8").rstrip(), BUILT_IN[name])
+
+
 def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template called `name`.
+    """Return the template called `name`, anew.
 
     `auto` is the tokenizer's own, or if it has none the first whose tokens it has. Raises
     InputError if the tokenizer lacks a token of the template.
@@ -452,16 +478,16 @@ def choose_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     if name == "auto" and tokenizer.chat_template:
         return ChatTemplate(tokenizer.chat_template, tokenizer=tokenizer)
     # the plain one needs none, so `auto` always finds one
-    for template in TEMPLATES.values() if name == "auto" else [TEMPLATES[name]]:
-        missing = [token for token in template.special if tokenizer.token_id(token) is None]
+    for known in BUILT_IN if name == "auto" else [name]:
+        missing = [token for token in BUILT_IN[known] if tokenizer.token_id(token) is None]
         if not missing:
             break
     if missing:
         raise InputError(
             f"data.template={name} needs the token {missing[0]}, which data.tokenizer lacks"
         )
-    if template is PLAIN and tokenizer.eos_id is None:
+    if known == "plain" and tokenizer.eos_id is None:
         raise InputError(
             "data.template=plain ends answers with eos, which data.tokenizer lacks (use llama3 or chatml)"
         )
-    return template
+    return built_in(known)

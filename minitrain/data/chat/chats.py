@@ -24,9 +24,27 @@ from minitrain.data.chat.chat_templates import (
     Rendering,
     WrittenArguments,
 )
+from minitrain.data.chat.keys import (
+    ARGUMENTS,
+    CHATS,
+    LEARNED_LINE,
+    LEARNED_MESSAGE,
+    MASKS,
+    MASKS_WHERE_0,
+    PROMPTS,
+    RESPONSES,
+    SHAREGPT_ROLES,
+    SHOWN,
+    SYSTEMS,
+    THOUGHTS,
+    UNREAD_BESIDE_MESSAGES,
+    UNREAD_BESIDE_PROMPT,
+    UNREAD_IN_MESSAGE,
+)
 from minitrain.data.records import other_task, text_of
-from minitrain.data.text.text_rows import Sample
+from minitrain.data.sample import Sample
 from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
+from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, located
 from minitrain.training.loss import IGNORE
 
@@ -98,122 +116,8 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
 
 # --- lines of files
 
-# Keys of a line, by what they hold. Of several the first that holds something counts.
-CHATS = ("messages", "conversations")
-PROMPTS = ("prompt", "instruction", "question", "problem", "query", "input")
-RESPONSES = (
-    "response",
-    "completion",
-    "output",
-    "answer",
-    "solution",
-    "generated_solution",
-    "expected_answer",
-)
-SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
-THOUGHTS = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-    "thought",
-    "thoughts",
-    "think",
-    "chain_of_thought",
-    "cot",
-)
-# of what a template is shown beside the messages
-SHOWN = ("tools", "documents", "enable_thinking", "chat_template_kwargs")
-# of a tool call: OpenAI's, then what Llama 3 writes, LangChain's, and Anthropic's
-ARGUMENTS = ("arguments", "parameters", "args", "input")
-# Keys of what templates and other trainers show to the model or have it say, and is not read here.
-MEDIA = ("images", "image", "videos", "video", "audios", "audio", "files", "attachments")
-UNREAD_IN_LINE = (*MEDIA, "functions", "available_tools", "tool_definitions")
-UNREAD_BESIDE_PROMPT = (
-    *UNREAD_IN_LINE,
-    "history",
-    "document",
-    "contexts",
-    "passages",
-    "passage",
-    "paragraph",
-    "article",
-    "background",
-    "knowledge",
-    "evidence",
-    "references",
-    "premise",
-    "schema",
-    "table",
-    "choices",
-    "options",
-)
-UNREAD_BESIDE_MESSAGES = (*UNREAD_IN_LINE, "context")
-UNREAD_IN_MESSAGE = (
-    *MEDIA,
-    "function_call",
-    "function_calls",
-    "functions",
-    "tools",
-    "tool_plan",
-    "tool_results",
-    "documents",
-    "context",
-    "refusal",
-    "reasoning_details",
-    "channel",
-    "recipient",
-)
-# Keys of what is learned: nothing of a line, or of a message, where one is 0 or false.
-LEARNED_LINE = (
-    "train",
-    "trainable",
-    "learn",
-    "learnable",
-    "weight",
-    "loss_weight",
-    "loss_mask",
-    "loss_scale",
-    "compute_loss",
-    "sample_weight",
-)
-LEARNED_MESSAGE = (*LEARNED_LINE, "training", "loss", "step_loss_mask")
-# Keys that mask in another way, which is refused, as are others with a word that begins so: words
-# of train_on_input, not of constraints.
-MASKS = (
-    "mask",
-    "masked",
-    "is_masked",
-    "completion_mask",
-    "assistant_masks",
-    "ignore",
-    "skip",
-    "rejected",
-    "rejected_response",
-    "rejected_messages",
-    "train_detail",
-    "token_weights",
-)
-MASKING_WORDS = ("train", "learn", "loss", "mask", "weight", "supervis", "ignor", "skip")
-# and that say which or how many, so that 0 and 1 mask nothing
-COUNTING_WORDS = {
-    "batch",
-    "count",
-    "epoch",
-    "id",
-    "ids",
-    "idx",
-    "index",
-    "indices",
-    "num",
-    "number",
-    "score",
-    "step",
-}
-# ShareGPT's names of roles
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
-
-def read_messages(record: dict) -> Chat:
+def read_messages(record: dict, words: Wording = SETTINGS) -> Chat:
     """Return the messages of one JSON object.
 
     `messages` with `role` and `content` each, or `conversations` with `from` and `value`; or
@@ -226,7 +130,7 @@ def read_messages(record: dict) -> Chat:
     for key in ("label", "kto_tag", "desirable"):
         if record.get(key) is False:
             raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
-    turns = with_system(_read_layout(record), record)
+    turns = with_system(_read_layout(record, words), record)
     return turns if learned else [turn._replace(learned=False) for turn in turns]
 
 
@@ -285,7 +189,7 @@ def read_value(record: dict, key: str, kind: type) -> Any:
     return value or None
 
 
-def _read_layout(record: dict) -> Chat:
+def _read_layout(record: dict, words: Wording) -> Chat:
     if chat := chat_key(record):
         refuse_unread(record, UNREAD_BESIDE_MESSAGES, "the messages")
         turns = read_turns(record, chat)
@@ -300,7 +204,7 @@ def _read_layout(record: dict) -> Chat:
         response = usual_key(record, RESPONSES)
         if prompt is None or response is None:
             raise InputError(
-                other_task(record, "pretrain")
+                other_task(record, words, "document")
                 or "neither 'messages', nor 'context', 'question' and 'answers', nor a prompt (one of "
                 f"{', '.join(PROMPTS)}) with a response (one of {', '.join(RESPONSES)})"
             )
@@ -344,18 +248,13 @@ def is_learned(record: dict, keys: Sequence[str]) -> bool:
 
 
 def masks(key: str, value: Any) -> bool:
-    """Return True if a key is about what is learned, and not empty."""
+    """Return True if a key says that something is not learned, in another way than `is_learned` reads."""
     if key in MASKS:
         return bool(value)
-    # snake_case or camelCase
-    words = {word.lower() for word in re.split("[^A-Za-z]|(?=[A-Z])", key)}
+    values = value if isinstance(value, list) else [value]
     # a loss of 0.0 is a score
-    weighs = any(word.startswith("weight") for word in words)
-    counts = words & COUNTING_WORDS and "mask" not in words
-    if counts or (isinstance(value, float) and not weighs):
-        return False
-    first = value[0] if isinstance(value, list) and value else value
-    return first in (0, 1) and any(word.startswith(MASKING_WORDS) for word in words)
+    is_score = key == "loss" and isinstance(value, float)
+    return key in MASKS_WHERE_0 and 0 in values and not is_score
 
 
 def with_system(turns: Chat, record: dict) -> Chat:

@@ -13,10 +13,6 @@ import torch
 
 from minitrain.data.chat.chat_templates import Chat, Message, choose_template
 from minitrain.data.chat.chats import (
-    CHATS,
-    LEARNED_LINE,
-    PROMPTS,
-    UNREAD_IN_LINE,
     encode_chat,
     is_learned,
     make_sample,
@@ -28,12 +24,15 @@ from minitrain.data.chat.chats import (
     with_system,
     words_of,
 )
+from minitrain.data.chat.keys import CHATS, LEARNED_LINE, PROMPTS, UNREAD_IN_LINE
 from minitrain.data.chat.sft import Chats, fit_sample
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, other_task, read_records
-from minitrain.data.text.text_rows import Row, Sample
+from minitrain.data.sample import Sample
+from minitrain.data.text.text_rows import Row
 from minitrain.data.tokenizer import fitting_tokenizer
+from minitrain.data.wording import SETTINGS
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config
@@ -119,7 +118,7 @@ def read_pair(record: dict) -> list[Chat]:
     Raises InputError for a line that is no such pair.
     """
     if any(record.get(key) is None for key in SIDES) and (
-        other := other_task(record, "sft", "pretrain")
+        other := other_task(record, SETTINGS, "chat", "document")
     ):
         raise InputError(f"{other} (a pair has 'chosen' and 'rejected')")
     beside = {key: value for key, value in record.items() if key not in SIDES}
@@ -178,6 +177,8 @@ class Pairs(Chats):
         computes them; 0 before.
     """
 
+    noun = "pair"
+
     def __init__(self, pairs: list[list[Sample]], config: Config, **more):
         # the rows are those of samples as long as the pairs
         joined = []
@@ -187,7 +188,6 @@ class Pairs(Chats):
             joined.append(Sample(tokens, labels))
         packed = config.data.packed is not False
         super().__init__(joined, config.batch.seq_len, config.seed, packed, True, **more)
-        self.about = self.about.replace(" chat", " pair", 1)
         self.pairs = pairs
         # which `questions` asks
         self.samples = [pair[0] for pair in pairs]

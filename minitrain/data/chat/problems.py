@@ -14,9 +14,6 @@ from collections.abc import Sequence
 
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
-    LEARNED_LINE,
-    PROMPTS,
-    UNREAD_IN_LINE,
     chat_key,
     encode_chat,
     encode_question,
@@ -31,12 +28,14 @@ from minitrain.data.chat.chats import (
     with_system,
     words_of,
 )
+from minitrain.data.chat.keys import LEARNED_LINE, PROMPTS, UNREAD_IN_LINE
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Number, Skips, counted, other_task, read_records
 from minitrain.data.sources import train_and_held_out
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
 from minitrain.data.toys import load_toy
+from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, located
 from minitrain.grpo.batches import Problem
 from minitrain.hashing import nth
@@ -211,7 +210,9 @@ def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str
     return turns, answer_of(row, answer_key) if answer_key else answer
 
 
-def read_question(row: dict, key: str = "") -> tuple[Chat, Message | None]:
+def read_question(
+    row: dict, key: str = "", words: Wording = SETTINGS
+) -> tuple[Chat, Message | None]:
     """Return the messages that a reply is to follow, and the line's own reply if it ends a chat.
 
     key: of the prompt; without one it is a chat's beginning, or under the first usual name that
@@ -221,7 +222,7 @@ def read_question(row: dict, key: str = "") -> tuple[Chat, Message | None]:
     chat = chat_key(row)
     last = None
     if chat is None or key:
-        turns = read_prompt(row, key)
+        turns = read_prompt(row, key, words)
     else:
         refuse_unread(row, ["context"], "the messages")
         turns = read_turns(row, chat)
@@ -230,9 +231,9 @@ def read_question(row: dict, key: str = "") -> tuple[Chat, Message | None]:
     return with_system(turns, row), last
 
 
-def read_prompt(row: dict, key: str) -> Chat:
+def read_prompt(row: dict, key: str, words: Wording) -> Chat:
     """Return a prompt's messages: text, which is the user's, or a list. key: see `read_problem`."""
-    name = key or usual_name(row, PROMPTS, "prompt")
+    name = key or usual_name(row, PROMPTS, "prompt", words)
     if isinstance(row.get(name), list):
         refuse_unread(row, ["context"], "the messages")
         turns = read_turns(row, name)
@@ -248,18 +249,18 @@ def answer_of(row: dict, key: str) -> str:
     DAPO-Math-17k has it in `reward_model`.
     """
     row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
-    name = key or usual_name(row, ANSWERS, "answer")
+    name = key or usual_name(row, ANSWERS, "answer", SETTINGS)
     value = row.get(name)
     if isinstance(value, Number):
         return value.digits()
     return json.dumps(value) if isinstance(value, int) else words_of(row, name)
 
 
-def usual_name(row: dict, names: Sequence[str], what: str) -> str:
+def usual_name(row: dict, names: Sequence[str], what: str, words: Wording) -> str:
     found = usual_key(row, names)
     if found is None:
-        if other := other_task(row, "dpo", "pretrain"):
+        if other := other_task(row, words, "pair", "document"):
             raise InputError(f"{other} (a problem has a prompt and an answer)")
         known = ", ".join(names)
-        raise InputError(f"no {what} (one of {known}; or name its key by grpo.{what}_key)")
+        raise InputError(f"no {what} (one of {known}{words.key.format(what)})")
     return found

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from minitrain.data.chat.chat_templates import PLAIN, ChatTemplate, choose_template
+from minitrain.data.chat.chat_templates import ChatTemplate, choose_template
 from minitrain.data.chat.chats import (
     encode_chat,
     make_sample,
@@ -22,8 +22,10 @@ from minitrain.data.chat.chats import (
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, counted, other_task, read_records
-from minitrain.data.text.text_rows import Mock, Row, Sample
+from minitrain.data.sample import Sample
+from minitrain.data.text.text_rows import Mock, Row
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer
+from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config, Data
@@ -66,17 +68,21 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
 
 
 def read_samples(
-    data: Data, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips
+    data: Data,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    skips: Skips,
+    words: Wording = SETTINGS,
 ) -> Iterator[Sample]:
     """Yield the samples of all lines of all files, in order and however long."""
 
     def read(record: dict) -> Sample:
-        if other := other_task(record, "dpo"):
+        if other := other_task(record, words, "pair"):
             raise InputError(other)
-        messages = read_messages(record)
+        messages = read_messages(record, words)
         return make_sample(*encode_chat(messages, template, tokenizer, read_shown(record)))
 
-    return read_records(find_files(data), read, skips)
+    return read_records(find_files(data, words), read, skips, words)
 
 
 def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
@@ -115,6 +121,8 @@ class Chats:
     them.
     """
 
+    noun = "chat"
+
     def __init__(
         self,
         samples: list[Sample],
@@ -123,7 +131,7 @@ class Chats:
         packed: bool,
         numbered: bool,
         note: str = "",
-        template: ChatTemplate = PLAIN,
+        template: ChatTemplate | None = None,
     ):
         self.samples = samples
         self.seq_len = seq_len
@@ -135,9 +143,11 @@ class Chats:
             self.rows = first_fit_decreasing(lengths, seq_len)
         self.fill = sum(lengths) / (len(self.rows) * seq_len)
         rows = f"{counted(len(self.rows), 'row')} of {seq_len:,} tokens, {self.fill:.1%} filled"
-        self.about = f"{counted(len(samples), 'chat')}{note} in {rows}"
-        self.about = "\nnote: ".join([self.about, *template.notes])
-        self.asks = template.asks
+        notes = template.notes if template else []
+        self.about = "\nnote: ".join(
+            [f"{counted(len(samples), self.noun)}{note} in {rows}", *notes]
+        )
+        self.asks = template.asks if template else None
 
     def __len__(self) -> int:
         return len(self.rows)

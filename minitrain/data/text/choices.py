@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minitrain.data.records import text_of
-from minitrain.data.text.text_rows import Sample
+from minitrain.data.sample import Sample
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.training.loss import IGNORE

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +35,11 @@ from minitrain.data.records import (
     read_texts,
     text_of,
 )
+from minitrain.data.sample import Sample
 from minitrain.data.text.corpus import Corpus, join_files, keep_tokens, tokenize
 from minitrain.data.text.token_files import open_tokens
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer, tokenizer_file, with_companions
+from minitrain.data.wording import OPTIONS, SETTINGS, Wording
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Data
@@ -172,7 +173,9 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
 # --- documents
 
 
-def find_documents(paths: list[str], field: str, kind: str) -> tuple[list[Path], str]:
+def find_documents(
+    paths: list[str], field: str, kind: str, words: Wording = OPTIONS
+) -> tuple[list[Path], str]:
     """Return the files of paths, and a note on those that are left out.
 
     kind: text, jsonl, or auto, which decides for each file (see `read_documents`). With auto, only
@@ -180,45 +183,36 @@ def find_documents(paths: list[str], field: str, kind: str) -> tuple[list[Path],
     README and the like.
     """
     if kind != "auto":
-        return find_files(Data(kind, paths, field=field)), ""
+        return find_files(Data(kind, paths, field=field), words), ""
     found = []
     left = 0
     for path in paths:
-        files = find_files(Data("text", path))
+        files = find_files(Data("text", path), words)
         if os.path.isdir(os.path.expanduser(path)):
             records = [file for file in files if holds_records(file, [field])]
             left += len(files) - len(records) if records else 0
             files = records or files
         found += files
     note = f" (without {left:,} other files beside them: --kind text takes all)" if left else ""
-    return find_files(Data("text", list(map(str, found)))), note
+    return find_files(Data("text", list(map(str, found))), words), note
 
 
-def read_documents(files: list[Path], field: str, kind: str = "auto") -> Iterator[str]:
+def read_documents(
+    files: list[Path], field: str, kind: str = "auto", words: Wording = OPTIONS
+) -> Iterator[str]:
     """Yield the documents of files: the text of each object under the key `field`, or each file."""
     skips = Skips()
     for file in files:
         if kind == "jsonl" or (kind == "auto" and holds_records(file, [field])):
-            yield from read_records([file], partial(_document, field), skips)
+            yield from read_records([file], partial(_document, field, words), skips, words)
         else:
-            yield from read_texts([file], skips)
+            yield from read_texts([file], skips, words=words)
 
 
-def _document(field: str, record: dict) -> str:
+def _document(field: str, words: Wording, record: dict) -> str:
     keys = ", ".join(list(record)[:5])
-    hint = f"it has {keys}: data.field names the key that holds the text"
-    others = "chats need task=sft or lora, pairs task=dpo"
-    return text_of(record, field, f" ({hint}; {others})")
-
-
-class Sample(NamedTuple):
-    """A model's input tokens and labels (next token or IGNORE), int64 [n] each.
-
-    It ends with the last token that has a label, because later ones would not be trained on.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
+    hint = f"it has {keys}: {words.field} names the key that holds the text"
+    return text_of(record, field, f" ({hint}; {words.chats})")
 
 
 def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
@@ -286,7 +280,7 @@ def _tokenize_files(
     if data.kind == "text":
         documents = read_texts(files, skips, in_pieces=bool(data.cache))
     else:
-        documents = read_records(files, partial(_document, data.field), skips)
+        documents = read_records(files, partial(_document, data.field, SETTINGS), skips)
     if data.cache:
         stamps = stamps_of(files, data.tokenizer)
         made_of = data.kind, data.field, data.on_error, tokenizer.below, stamps

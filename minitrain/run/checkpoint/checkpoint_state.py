@@ -69,8 +69,9 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
 
     Their names are `parameter name/key`. A tensor with its parameter's shape is sharded like it; its
     dtype is that of `optimizer.defaults["states"]`, otherwise the parameter's, and fp32 for averages.
-    Loading converts to that dtype. All others are scalars, such as Adam's step, and are on the
-    weights' device, as fused kernels need them.
+    Loading converts to that dtype. All others are scalars, such as Adam's step. All are on the
+    weights' device, as fused kernels need them, or on the host with `optimizer.defaults["on_host"]`,
+    except averages.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer.state.clear()
@@ -80,14 +81,16 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
         if not key or name not in parameters:
             continue
         parameter = parameters[name]
+        on_host = optimizer.defaults.get("on_host") and key != "ema"
+        device = "cpu" if on_host else parameter.device
         if stored.size == parameter.shape:
             dtype = optimizer.defaults.get("states", parameter.dtype)
             if key == "ema":
                 dtype = torch.float32
-            tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            tensor = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
         else:
             dtype = stored.properties.dtype
-            tensor = torch.empty(stored.size, dtype=dtype, device=parameter.device)
+            tensor = torch.empty(stored.size, dtype=dtype, device=device)
         tensors[entry] = optimizer.state[parameter][key] = tensor
     return tensors
 

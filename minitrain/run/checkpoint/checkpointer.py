@@ -33,22 +33,23 @@ from minitrain.errors import InputError
 from minitrain.parallel.agreement import gather, lead, together
 from minitrain.run.checkpoint.checkpoint_files import (
     INDEX,
-    IndexedReader,
-    Writer,
+    FileSum,
+    find_damage,
+    measure,
+    read_description,
+    write_description,
+)
+from minitrain.run.checkpoint.checkpoint_folders import (
     await_file,
     clean_up,
     complete_steps,
     delete,
-    find_damage,
-    first_failure,
     make_empty,
-    measure,
-    read_description,
     remove,
     set_aside,
     tolerated,
-    write_description,
 )
+from minitrain.run.checkpoint.checkpoint_index import IndexedReader, Writer, first_failure
 from minitrain.run.checkpoint.checkpoint_state import (
     changing,
     check_origin,
@@ -195,7 +196,7 @@ class Checkpointer:
             lead(self.group, shutil.rmtree, temporary, True)
             raise
 
-    def _write_parts(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    def _write_parts(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, FileSum]:
         """Write all ranks' tensors; return the size and the checksum of each file.
 
         The rank that wrote a file computes its checksum.

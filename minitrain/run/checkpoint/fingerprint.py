@@ -16,7 +16,6 @@ import torch.distributed as dist
 from minitrain.data.files import find_files
 from minitrain.data.sources import data_by_source, train_and_held_out
 from minitrain.data.tokenizer import tokenizer_file, with_companions
-from minitrain.data.tokenizer_files import COMPANIONS
 from minitrain.errors import InputError, reading
 from minitrain.formats.peft import adapter_files
 from minitrain.formats.tensor_files import weight_files
@@ -136,13 +135,7 @@ def data_change(before: dict, now: dict) -> str | None:
     for part, names in PARTS.items():
         old = before.get(part, {})
         new = now.get(part, {})
-        # files of tokenizers that an older fingerprint lacks are not new data
-        tokenizer = ("tokenizer.json", *COMPANIONS)
-        changed = [
-            name
-            for name in differing(old, new)
-            if name in old or Path(name).name not in tokenizer
-        ]
+        changed = differing(old, new)
         if changed and not names.intersection(differing(before["settings"], now["settings"])):
             first = changed[0]
             gone = "has changed" if first in new else "is gone"
@@ -189,8 +182,6 @@ def read(file: Path, now: dict[str, dict]) -> dict[str, dict]:
     """Return what `check_continuation` stored; `now` if there is none, or if it cannot be read."""
     try:
         stored = json.loads(file.read_text("utf-8"))
-        # files of earlier versions lack this part
-        stored.setdefault("held_out", now["held_out"])
         return {key: dict(stored[key]) for key in now}
     except (OSError, ValueError, TypeError, KeyError):
         return now

@@ -58,8 +58,8 @@ lora.rank = lora_r lora_rank r lora_dim
 lora.alpha = lora_alpha
 lora.dropout = lora_dropout
 lora.targets = target_modules lora_target_modules lora_target lora_targets
-task=lora lora.base=nf4 = qlora load_in_4bit quantization_bit quantization bnb
-task=lora lora.base=fp8 = load_in_8bit
+task=lora, lora.base=nf4 = qlora load_in_4bit quantization_bit quantization bnb
+task=lora, lora.base=fp8 = load_in_8bit
 lora: {} = use_lora use_peft peft adapter
 validation.every = eval_every eval_steps eval_interval eval_freq val_every val_interval val_check_interval
 validation.every, in steps = eval_strategy evaluation_strategy

@@ -106,8 +106,6 @@ def read_tree(path: str | Path) -> dict:
     return tree
 
 
-# removed settings, with the value that config.yaml files of earlier versions hold
-REMOVED = {"parallel.async_tp": False}
 # keys of `parallel` that a word may give without the prefix `parallel.`
 SHORT = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp")
 UNIONS = (types.UnionType, typing.Union)
@@ -270,7 +268,6 @@ def _convert_mapping(kind: type, value: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     known = {name.rstrip("_"): name for name in hints}
     prefix = where + "." if where else ""
-    value = {key: v for key, v in value.items() if REMOVED.get(f"{prefix}{key}", ...) != v}
     for key in value:
         if key not in known and not where:
             _check_section(key, hints)

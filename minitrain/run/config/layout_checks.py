@@ -114,7 +114,8 @@ def pipeline_faults(config: Config) -> Faults:
         schedule.stages == 2 and p.vp != 2,
         f"parallel.schedule={p.schedule} has two stages per rank, not vp={p.vp} (use vp=2)",
     )
-    twice = config.compile or config.precision == "fp8" or config.recompute != "none"
+    recomputes = config.recompute not in ("none", "offload")
+    twice = config.compile or config.precision == "fp8" or recomputes
     yield (
         schedule.splits_backward and twice,
         f"parallel.schedule={p.schedule} runs each backward pass in two parts: with compile=true or precision=fp8 "

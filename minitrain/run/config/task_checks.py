@@ -194,7 +194,8 @@ def replay_faults(c: Config) -> Faults:
         "grpo.replay_routing=true with in_flight=true: the experts of a response would be of several weights "
         "(use false for one of them)",
     )
-    yield (
-        c.compile,
-        "grpo.replay_routing=true has not been tried with compile=true (use false for one of them)",
-    )
+    for name, compiles in (("compile", c.compile), ("rollout.compile", c.rollout.compile)):
+        yield (
+            compiles,
+            f"grpo.replay_routing=true has not been tried with {name}=true (use false for one of them)",
+        )

@@ -4,11 +4,14 @@ import argparse
 import errno
 import io
 import os
+import shutil
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any, NoReturn, TextIO
 
 from tqdm import tqdm
@@ -17,29 +20,8 @@ from minitrain.errors import InputError, as_input_error
 from minitrain.run.config.environment import group_is_up, tell_torchrun
 from minitrain.run.launch.interrupts import Stopped, stopped_by_signals
 
-# Messages about data are worded for `train`, which has settings. For commands that have options
-# instead, these words are replaced: words for `train` -> words for any of these commands
-IN_OPTIONS = {
-    "data.path: no file matches": "no file matches",
-    "data.path=DIR": "give DIR",
-    "data.kind=": "--kind ",
-    "data.field": "--field",
-    " (data.exclude leaves files out)": "",
-}
-# command -> words for `train` -> its own words
-OF_COMMAND = {
-    "evaluate": {
-        "chats need task=sft or lora, pairs task=dpo": "chats need --chat",
-        ", for task=pretrain": " (leave --chat out)",
-        ", for task=dpo": ", and evaluate has no use for pairs",
-    },
-    "generate": {"data.kind=text reads texts": "lines of text stand in a file of another ending"},
-    "tokenize": {
-        "chats need task=sft or lora, pairs task=dpo": "chats are read by minitrain train task=sft"
-    },
-}
-
-# a command-line option: (type or list of choices, default or ... if it is required, help)
+# a command-line option: (type or list of choices, default or ... if it is required, help); bool is
+# the type of a flag
 Option = tuple[Callable[[str], Any] | list[str], Any, str]
 
 
@@ -78,9 +60,14 @@ class Parser(argparse.ArgumentParser):
         self.register("action", "store", Once)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
         for name, (kind, default, text) in (options or {}).items():
-            way = {"choices": kind} if isinstance(kind, list) else {"type": kind}
+            if kind is bool:
+                self.add_argument(name, help=text, action="store_true")
+                continue
+            values = {"choices": kind} if isinstance(kind, list) else {"type": kind}
+            if kind is file_path:
+                values["metavar"] = "FILE"
             given = {"required": True} if default is ... else {"default": default}
-            self.add_argument(name, help=text, **given, **way)
+            self.add_argument(name, help=text, **given, **values)
 
     def parse_args(
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
@@ -116,22 +103,45 @@ def positive(
     return parse
 
 
-@contextmanager
-def in_options(command: str) -> Iterator[None]:
-    """Replace words of an InputError by the command's own, for a command in OF_COMMAND."""
-    try:
-        yield
-    except InputError as error:
-        if command not in OF_COMMAND:
-            raise
-        message = str(error)
-        for words, own in (OF_COMMAND[command] | IN_OPTIONS).items():
-            message = message.replace(words, own)
-        raise InputError(message) from error
-
-
-# an argparse type that expands ~, because shells do not expand it in words such as --out=~/new
+# argparse types that expand ~, because shells do not expand it in words such as --out=~/new
 home_path = os.path.expanduser
+
+
+def file_path(text: str) -> str:
+    """Return the path of a file; --help shows FILE."""
+    return os.path.expanduser(text)
+
+
+def check_new(out: str | Path) -> None:
+    """Raise InputError if the folder --out exists."""
+    if Path(out).exists():
+        raise InputError(f"--out {out} exists already (name a new folder)")
+
+
+@contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """Yield a folder beside `out` that becomes `out` at the end, or is removed after an error.
+
+    So `out` is never half a result. Raises InputError if it exists.
+    """
+    check_new(out)
+    out = Path(out)
+    work = out.with_name(f"{out.name}.tmp")
+    # of a process that was killed
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+        work.rename(out)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def model_words(options: Namespace) -> str:
+    """Return the options of a command that name its model, for another command."""
+    adapter = f" --adapter {quote(options.adapter)}" if options.adapter else ""
+    return f"--model {quote(options.model)}{adapter}"
 
 
 def check_writable(option: str, file: str | None) -> None:

@@ -50,7 +50,7 @@ def recorded(folder: Path) -> Iterator[None]:
 
 
 def explain(error: Exception) -> str | None:
-    """Return one line for failures of torch whose cause and remedy are known."""
+    """Return one line on a failure of torch whose cause and remedy are known; None for others."""
     message = str(error).strip() or type(error).__name__
     if "Timed out waiting" in message:
         return (
@@ -66,8 +66,9 @@ def explain(error: Exception) -> str | None:
             r"Tried to allocate [^.]*\.\d* \w+|you tried to allocate \d+ bytes", message
         )
         return (
-            f"rank {rank()} is out of memory{f' ({asked[0]})' if asked else ''}: use recompute=full, a smaller "
-            f"batch.micro, batch.seq_len or optim.states=bf16, or more ranks; for sampling a smaller rollout.memory"
+            f"rank {rank()} is out of memory{f' ({asked[0]})' if asked else ''}: use recompute=full or "
+            f"offload, a smaller batch.micro, batch.seq_len or optim.states=bf16, or more ranks; for sampling a "
+            f"smaller rollout.memory"
         )
     # CXX or CC may name something that cannot be executed
     named = [f": {os.environ[name]!r}" for name in ("CXX", "CC") if name in os.environ]

@@ -1,8 +1,8 @@
 """Keep a second run out of an out_dir, because two would delete each other's checkpoints.
 
-Rank 0 holds a POSIX lock on OUT_DIR/.lock, which the kernel releases however the process ends. A
-network file system may take a while to notice that a machine has vanished, so a new run waits for
-PATIENCE. On a file system without locks, a second run is not noticed.
+Rank 0 holds a POSIX lock on OUT_DIR/.lock, which the kernel releases however the process ends. On a
+network file system the lock of a machine that has vanished stays for a while, so a new run waits up
+to PATIENCE seconds for it. On a file system without locks, a second run is not noticed.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ def locked(folder: Path, leads: bool) -> Iterator[None]:
 def wait_for(file: FileIO) -> None:
     """Take the lock, and write this process's name into the file."""
     deadline = time.monotonic() + PATIENCE
-    has_said_so = False
+    has_printed = False
     while not take(file):
         file.seek(0)
         holder = file.read().decode(errors="replace").strip() or "another process"
@@ -50,8 +50,8 @@ def wait_for(file: FileIO) -> None:
             raise InputError(
                 f"{holder} is training in out_dir={folder!r} (wait for it, or use another out_dir)"
             )
-        if not has_said_so:
-            has_said_so = True
+        if not has_printed:
+            has_printed = True
             line = f"waiting for {holder}, which is training in the same out_dir"
             print(line, file=sys.stderr, flush=True)
         time.sleep(0.1)

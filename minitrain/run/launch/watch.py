@@ -203,6 +203,7 @@ class Watch:
         with suppress(OSError, ValueError):
             connection, _ = self.server.accept()
             connection.settimeout(5)
+            # the key in 16 characters and the rank in 8, as `join` sends them
             hello = connection.recv(24, socket.MSG_WAITALL)
             if secrets.compare_digest(hello[:16], self.key.encode()):
                 self.add(connection, int(hello[16:]))
@@ -210,6 +211,7 @@ class Watch:
     def hear(self, connection: socket.socket) -> None:
         """Handle a connection that is readable: the other side has left, or has died."""
         rank = self.others[connection]
+        # its exit code in a byte, or nothing if it died
         word = self.close(connection)
         if not word and not self.leaving:
             # rank 0 reports the death of other ranks, and rank 1 that of rank 0
@@ -229,6 +231,7 @@ class Watch:
             sys.stderr.write(f"\n{line}\n")
             sys.stderr.flush()
         self.notify(code)
+        # until the others have ended, as they may need the store
         deadline = time.monotonic() + FAREWELL
         while self.rank == 0 and self.others and time.monotonic() < deadline:
             for ready in wait(self.others, timeout=0.01):
@@ -250,6 +253,7 @@ class Watch:
             # ranks that connect later would not be notified
             self.complete.wait(5)
         self.notify(code)
+        # here the watching thread closes connections
         deadline = time.monotonic() + FAREWELL
         while code and self.rank == 0 and self.others and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -63,16 +63,16 @@ def points(lines: list[dict], key: str) -> list:
     return found[:: -(len(found) // MOST_POINTS + 1)][::-1]
 
 
-def smooth(points: list) -> list:
+def smooth(curve: list) -> list:
     """Return the moving average of (step, value), over REACH of all points on either side.
 
     Near the ends it includes fewer points, as many on one side as on the other.
     """
-    reach = int(len(points) * REACH)
-    sums = [0.0, *accumulate(value for _, value in points)]
+    reach = int(len(curve) * REACH)
+    sums = [0.0, *accumulate(value for _, value in curve)]
     means = []
-    for i, (step, _) in enumerate(points):
-        half = min(reach, i, len(points) - 1 - i)
+    for i, (step, _) in enumerate(curve):
+        half = min(reach, i, len(curve) - 1 - i)
         means.append((step, (sums[i + half + 1] - sums[i - half]) / (2 * half + 1)))
     return means
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.hardware import (
     compute_dtype,
     describe,
@@ -26,14 +26,14 @@ matmul_rate = cache(measure_matmul)
 
 
 class Meter:
-    """Measure the steps of a run. All ranks make one together.
+    """Measure the steps of a run on this rank's device. All ranks make one together.
 
     flops(tokens): returns the FLOPs per token of a step with this many tokens.
     """
 
-    def __init__(self, config: Config, flops: Callable[[int], float]):
+    def __init__(self, config: Config, flops: Callable[[int], float], device: torch.device):
         self.flops = flops
-        self.device = pick_device(config.device)
+        self.device = device
         dtype = compute_dtype(config)
         name = describe(self.device)["device"]
         peak = peak_flops(name, dtype)
@@ -47,7 +47,7 @@ class Meter:
     def measure(self, numbers: dict[str, Any]) -> dict[str, float]:
         """Return the measured numbers of the step that has just ended. numbers: those it has."""
         speed = numbers["tokens_per_sec"] / dist.get_world_size()
-        rate = speed * self.flops(round(numbers["tokens_per_sec"] * numbers["step_time_s"]))
+        rate = speed * self.flops(numbers["step_tokens"])
         return {
             "tokens_per_sec_per_gpu": speed,
             "tflops_per_gpu": rate / 1e12,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 from tqdm import tqdm
@@ -60,6 +61,11 @@ class MetricsLog:
         # the score of the best validation, and its step; 0 if there was none
         self.best = -math.inf
         self.best_step = 0
+        # those of rank 0
+        self.file: TextIO | None = None
+        self.bar: tqdm | None = None
+        # when a line replaces the progress bar again
+        self.next_line = time.monotonic()
         if not self.enabled:
             return
         notes = []
@@ -78,7 +84,6 @@ class MetricsLog:
             bar_format=LAYOUT,
             disable=None,
         )
-        self.next_line = time.monotonic()
         for note in notes:
             self.say(note)
 
@@ -135,6 +140,12 @@ class MetricsLog:
         if self.is_best(numbers):
             self.best = goodness(numbers)
             self.best_step = numbers["step"]
+
+    def add(self, logger: Callable[[dict], None]) -> None:
+        """Call `logger` with the numbers of each step, and its `close`, if it has one, at the end."""
+        self.loggers.append(logger)
+        if hasattr(logger, "close"):
+            self.closers.append(logger.close)
 
     def call(self, logger: Callable[[dict], None], numbers: dict) -> None:
         """Call a logger. If it fails, warn and do not call it again; the run continues."""

@@ -7,10 +7,11 @@ import shutil
 from datetime import timedelta
 from statistics import fmean
 
+import torch
+
 from minitrain.data.records import counted
 from minitrain.data.sources import has_tokenizer
 from minitrain.models.zoo import empty_model
-from minitrain.run.launch.start import pick_device
 from minitrain.settings import Config
 from minitrain.training.packing import ENDLESS
 
@@ -21,7 +22,7 @@ FEW = 20
 LAYOUT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 
 
-def opening(config: Config, ranks: int) -> str:
+def opening(config: Config, ranks: int, device: torch.device) -> str:
     """Return the first line: the model, the task, the machine, the length and the folder."""
     model = config.model
     size = sum(p.numel() for p in empty_model(model.config).parameters())
@@ -36,7 +37,7 @@ def opening(config: Config, ranks: int) -> str:
         length = f"{config.epochs:g} epoch{'' if config.epochs == 1 else 's'}"
     return wrapped(
         f"{weights}, {millions} parameters: {config.task} in {config.precision} on "
-        f"{ranks} x {pick_device(config.device).type.upper()}, {length}, into {config.out_dir}",
+        f"{ranks} x {device.type.upper()}, {length}, into {config.out_dir}",
         head="",
         indent="  ",
     )

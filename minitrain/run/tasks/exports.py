@@ -68,13 +68,13 @@ def save_template(
     config: Config, tokenizer: Tokenizer, folder: Path, asks: str | None
 ) -> int | None:
     """Write the chat template that training used; return the token that ends a reply."""
-    from minitrain.data.chat.chat_templates import TEMPLATES, asking_with, choose_template
+    from minitrain.data.chat.chat_templates import asking_with, choose_template
     from minitrain.data.chat.chats import end_of_reply
 
     template = choose_template(config.data.template, tokenizer)
     text = None
-    # other templates come with the tokenizer, which has been saved
-    if template in TEMPLATES.values():
+    # the tokenizer's own has been saved with it
+    if not template.is_own:
         text = template.jinja(tokenizer)
     elif asks is not None:
         text = asking_with(asks, tokenizer.chat_template)

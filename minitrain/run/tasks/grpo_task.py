@@ -22,13 +22,13 @@ from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained
 from minitrain.grpo.environments import Talk, load_environment
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
-from minitrain.grpo.rewards import call, keeps_state, load_reward, reward_state
+from minitrain.grpo.rewards import keeps_state, load_reward, reward_state
 from minitrain.grpo.rollouts import Group, sampling_settings
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import routing_width
 from minitrain.parallel.agreement import gather, lead, together, wait_for_all
 from minitrain.rollout.drafting import MTP
-from minitrain.run.checkpoint.checkpoint_files import complete_steps
+from minitrain.run.checkpoint.checkpoint_folders import complete_steps
 from minitrain.run.checkpoint.checkpointer import (
     Checkpointer,
     checkpoint_group,
@@ -45,6 +45,7 @@ from minitrain.run.tasks.rollout_files import read_rollouts, remove_rollouts, wr
 from minitrain.run.tasks.task import is_due
 from minitrain.settings import Config
 from minitrain.training.build import fp8_notes
+from minitrain.user_code import call
 
 
 class PolicyData(NamedTuple):

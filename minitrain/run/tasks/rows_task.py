@@ -57,8 +57,10 @@ class RowsTask:
 
     def __init__(self, rows: Rows, folder: Path):
         self.folder = folder
-        self.config, self.data, self.held_out, self.amount = rows
-        config = self.config
+        self.config = config = rows.config
+        self.data = rows.data
+        self.held_out = rows.held_out
+        self.amount = rows.amount
         self.asks = getattr(self.data, "asks", None)
         self.bytes_per_token = getattr(self.held_out or self.data, "bytes_per_token", None)
         meshes = start(config)

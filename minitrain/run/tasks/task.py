@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from minitrain.parallel.agreement import broadcast, broadcast_flag
 from minitrain.run.launch.watch import until_signal
 from minitrain.run.monitor.flops import step_flops
@@ -79,11 +81,14 @@ class Task(Protocol):
         """Export the model. say(line): prints a line."""
 
 
-def run_task(task: Task, log: MetricsLog) -> None:
-    """Run the remaining steps of a task, and export its model at the end. All ranks call it."""
+def run_task(task: Task, log: MetricsLog, device: torch.device) -> None:
+    """Run the remaining steps of a task, and export its model at the end. All ranks call it.
+
+    device: this rank's.
+    """
     began = time.monotonic()
     config = task.config
-    meter = Meter(config, step_flops(config, task.data))
+    meter = Meter(config, step_flops(config, task.data), device)
     for line in task.about():
         log.say(line)
     if broadcast_flag(log.lacks_last):

@@ -34,8 +34,10 @@ from minitrain.run.tasks.initial_weights import teacher_config
 from minitrain.run.tasks.rows_task import RowsTask, open_rows
 from minitrain.run.tasks.task import Task, run_task
 from minitrain.settings import Config
+from minitrain.training.build import fp8_experts
 from minitrain.training.distillation import BASE
 from minitrain.training.optim import warmup_steps
+from minitrain.user_code import load_function
 
 
 def train(config: Config) -> None:
@@ -48,19 +50,30 @@ def train(config: Config) -> None:
         check_teacher(config, teacher)
     folder = Path(config.out_dir)
     check_free_of_others(config, folder)
+    device = pick_device(config.device)
     if rank() == 0:
-        print(opening(config, world_size()), flush=True)
-    # report mistakes in the data before a folder is made, and even while another run holds the lock
+        print(opening(config, world_size(), device), flush=True)
+    # report mistakes in a user's code and data before a folder is made, and even while another run
+    # holds the lock
+    logger = load_logger(config)
     make_task = open_task(config)
     with as_input_error(f"out_dir={config.out_dir!r} cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
-    if pick_device(config.device).type == "cuda":
+    if device.type == "cuda":
         record_flights(folder)
     with locked(folder, leads=rank() == 0), recorded(folder):
         task = make_task(folder)
         task.begin()
-        with closing(open_log(task)) as log, saved_despite_errors(task.wait):
-            run_task(task, log)
+        with closing(open_log(task, logger)) as log, saved_despite_errors(task.wait):
+            run_task(task, log, device)
+
+
+def load_logger(config: Config) -> Callable[[dict], None] | None:
+    """Import the user's metrics.logger; None if there is none. Raises InputError."""
+    name = config.metrics.logger
+    if not name:
+        return None
+    return load_function(f"metrics.logger={name!r}", name, {"numbers": {}})
 
 
 def open_task(config: Config) -> Callable[[Path], Task]:
@@ -108,11 +121,11 @@ def check_teacher(config: Config, folder: str) -> None:
             check_same_ids(config.data.tokenizer, folder, "", "a teacher of the same tokenizer")
 
 
-def open_log(task: Task) -> MetricsLog:
+def open_log(task: Task, logger: Callable[[dict], None] | None) -> MetricsLog:
     """Open the log of a run that continues after step `task.first`, and print notes on the run.
 
-    Also writes config.yaml and fingerprint.json. Raises InputError if a run that continues has other
-    data. All ranks call it.
+    logger: the user's, see `load_logger`. Also writes config.yaml and fingerprint.json. Raises
+    InputError if a run that continues has other data. All ranks call it.
     """
     config = task.config
     folder = task.folder
@@ -124,8 +137,12 @@ def open_log(task: Task) -> MetricsLog:
         if not first:
             notes += keep_earlier(folder)
     log = MetricsLog(folder / "metrics.jsonl", config.steps, first, task.bytes_per_token)
-    if config.metrics.tensorboard or config.metrics.logger:
-        add_loggers(log, config, folder, first)
+    if log.enabled and config.metrics.tensorboard:
+        from minitrain.run.monitor.tensorboard import Board
+
+        log.add(Board(folder, first))
+    if logger:
+        log.add(logger)
     if first:
         notes.append(f"resumed from step {first}")
     if first >= config.steps:
@@ -133,23 +150,6 @@ def open_log(task: Task) -> MetricsLog:
     for note in notes_on_settings(config, first) + notes:
         log.say(note)
     return log
-
-
-def add_loggers(log: MetricsLog, config: Config, folder: Path, first: int) -> None:
-    """Add TensorBoard and the user's logger, if metrics.* says so."""
-    if log.enabled and config.metrics.tensorboard:
-        from minitrain.run.monitor.tensorboard import Board
-
-        board = Board(folder, first)
-        log.loggers.append(board)
-        log.closers.append(board.close)
-    if name := config.metrics.logger:
-        from minitrain.grpo.rewards import load_function
-
-        logger = load_function(f"metrics.logger={name!r}", name, {"numbers": {}})
-        log.loggers.append(logger)
-        if log.enabled and hasattr(logger, "close"):
-            log.closers.append(logger.close)
 
 
 def notes_on_settings(config: Config, first: int) -> list[str]:
@@ -169,8 +169,7 @@ def notes_on_settings(config: Config, first: int) -> list[str]:
         notes.append(
             f"optim.warmup={config.optim.warmup} is longer than steps={config.steps}: {warmup} steps warm up"
         )
-    one_each = config.parallel.ep == getattr(shape, "num_experts", 0)
-    if config.fp8.experts and config.fp8.form == "tensor" and not one_each:
+    if config.fp8.experts and not fp8_experts(config):
         notes.append(
             f"note: experts stay in bf16: fp8.experts=true needs parallel.ep={shape.num_experts}, one on each rank"
         )

@@ -1,0 +1,151 @@
+"""AdamW on the host: the weights and states of AdamW on the device, to the bit, and what is reckoned of it."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from minitrain.data.datasets import open_dataset
+from minitrain.errors import InputError
+from minitrain.models.zoo import empty_model
+from minitrain.parallel.shards import to_local
+from minitrain.run.checkpoint.checkpoint_state import prepare_optimizer
+from minitrain.run.checkpoint.checkpointer import Checkpointer
+from minitrain.run.config.load import from_dict
+from minitrain.run.launch.start import start
+from minitrain.settings import Optim
+from minitrain.simulator.dry_run import dry_run
+from minitrain.training import adamw, footprint
+from minitrain.training.loop import Trainer
+from minitrain.training.optim import make_optimizer
+from tests.helpers.layouts import TREE, combine
+
+
+def times(scale, loss):
+    return lambda *args: scale * loss(*args)
+
+
+def trained(tree, folder, ways):
+    """Two steps with each of `ways` of optim.offload, from the other's checkpoint; the second step is skipped.
+
+    Returns losses, norms, weights, and states, and how many tensors went to the host.
+    """
+    torch.compiler.reset()
+    checkpointer = Checkpointer(folder, keep=1)
+    numbers = []
+    moved = []
+    copy = adamw.copy_to_host
+    for offload in ways:
+        optim = {"name": "adamw", "lr": 0.01, "clip": 0.5, "offload": offload}
+        config = from_dict(tree | {"optim": optim | tree["optim"], "device": "cpu", "steps": 4})
+        data, _ = open_dataset(config)
+        trainer = Trainer(config, start(config))
+        done = (checkpointer.load(trainer.model, trainer.optimizer) or {"step": 0})["step"]
+        loss = trainer.objective.loss
+        to_host = mock.patch.object(
+            adamw, "copy_to_host", lambda x: moved.append(x.shape) or copy(x)
+        )
+        for step in (done, done + 1):
+            scale = float("nan") if step == 1 else 1.0
+            trainer.objective.loss = times(scale, loss)
+            with to_host:
+                numbers.append(trainer.step(data, step))
+        checkpointer.save(done + 2, trainer.model, trainer.optimizer, {"step": done + 2})
+    tensors = {}
+    for name, parameter in trainer.model.named_parameters():
+        tensors[name] = to_local(parameter.detach())
+        for key, value in trainer.optimizer.state[parameter].items():
+            tensors[f"{name}/{key}"] = to_local(value)
+    return numbers, tensors, len(moved)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        combine("fsdp") | {"optim": {}},
+        combine("tp") | {"precision": "bf16", "optim": {"states": "bf16"}},
+        combine("hsdp") | {"precision": "bf16-pure", "optim": {"states": "bf16"}},
+        combine("fsdp")
+        | {"precision": "bf16-pure", "optim": {"stochastic_rounding": True, "ema": 0.9}},
+        combine("pp") | {"lora": {"rank": 4}, "optim": {}},
+        TREE | {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2}, "optim": {}},
+    ],
+    ids=str,
+)
+def test_weights_and_states_are_the_same_to_the_bit(pool, tmp_path, tree):
+    """Clipped, with a step that is skipped, and through checkpoints from with to without and back."""
+    plain = pool.run(2, trained, tree, tmp_path / "plain", (False, False))
+    for ways in ((True, True), (True, False), (False, True)):
+        found = pool.run(2, trained, tree, tmp_path / str(ways), ways)
+        for (numbers, tensors, moved), right in zip(found, plain, strict=True):
+            assert moved and not right[2]
+            for one, other in zip(numbers, right[0], strict=True):
+                assert torch.equal(
+                    one["grad_norm"].nan_to_num(-1), other["grad_norm"].nan_to_num(-1)
+                )
+            assert not numbers[1]["loss"].isfinite() and numbers[2]["loss"].isfinite()
+            assert tensors.keys() == right[1].keys()
+            assert all(torch.equal(tensors[name], right[1][name]) for name in tensors)
+
+
+def test_states_are_on_the_host_wherever_the_weights_are():
+    """On a device without memory, new ones and those of a checkpoint; averages are beside the weights."""
+    model = torch.nn.Linear(3, 2, device="meta")
+    optimizer = make_optimizer(model, Optim(offload=True))
+    state = optimizer.new_state(model.weight, optimizer.param_groups[0])
+    assert {x.device.type for x in state.values()} == {"cpu"}
+    stored = partial(mock.Mock, properties=mock.Mock(dtype=torch.float32))
+    saved = {"weight/exp_avg": stored(size=model.weight.shape), "weight/step": stored(size=())}
+    saved["weight/ema"] = saved["weight/exp_avg"]
+    places = {key: x.device.type for key, x in prepare_optimizer(optimizer, model, saved).items()}
+    assert places == {"weight/exp_avg": "cpu", "weight/step": "cpu", "weight/ema": "meta"}
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_other_optimizers_are_refused(name):
+    with pytest.raises(
+        InputError, match=f"optim.offload=true is for optim.name=adamw, not {name}"
+    ):
+        from_dict({"optim": {"name": name, "offload": True}})
+
+
+def reckoned(room, device="cuda", **tree):
+    """What `check_fits` says of a Llama 3 8B, if a device and its host have so many GiB free."""
+    config = from_dict({"model": "llama3-8b"} | tree)
+    model = empty_model(config.model.config)
+    if config.precision == "bf16-pure":
+        model.to(torch.bfloat16)
+    rooms = {kind: size << 30 for kind, size in room.items()}
+    with (
+        mock.patch.object(footprint, "free_memory", lambda place: rooms[place.type]),
+        mock.patch.object(footprint.dist, "get_world_size", lambda: 1),
+    ):
+        footprint.check_fits(model, config, torch.device(device))
+
+
+def test_what_fits_is_reckoned_on_the_device_and_on_the_host(monkeypatch):
+    """8.03e9 parameters: 16 bytes, of which 8 are states."""
+    pure = {"precision": "bf16-pure", "optim": {"offload": True}}
+    with pytest.raises(InputError, match=r"119.7 GiB .* \(use optim.offload=true \(59.8\), prec"):
+        reckoned({"cuda": 80, "cpu": 500})
+    reckoned({"cuda": 60, "cpu": 60}, optim={"offload": True})
+    reckoned({"cuda": 30, "cpu": 60}, **pure)
+    with pytest.raises(InputError, match="59.8 GiB .*optimizer states 0.0") as caught:
+        reckoned({"cuda": 50, "cpu": 60}, optim={"offload": True})
+    assert "offload" not in str(caught.value)
+    with pytest.raises(InputError, match="1 x 59.8 GiB of optimizer states .* 59.0 are free"):
+        reckoned({"cuda": 80, "cpu": 59}, **pure)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(InputError, match="8 x 59.8 GiB of optimizer states"):
+        reckoned({"cuda": 80, "cpu": 400}, **pure)
+    # a CPU is its own host
+    with pytest.raises(InputError, match="119.7 GiB .*optimizer states 59.8"):
+        reckoned({"cpu": 100}, "cpu", optim={"offload": True})
+
+
+def test_a_dry_run_tells_what_is_on_the_host():
+    tree = {"model": "llama3-8b", "recompute": "offload", "optim": {"offload": True}}
+    said = dry_run(from_dict(tree))
+    assert "59.8 GiB (weights 29.9, gradients 29.9, optimizer states 0.0)" in said
+    assert "of two blocks; those of all others are on the host; 59.8 GiB of optimizer" in said
