@@ -43,7 +43,7 @@ ALWAYS_RMS = ("q_norm.weight", "k_norm.weight", "_a_layernorm.weight")
 class Block(nn.Module):
     """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or only one of them.
 
-    Norms stand before mixer and MLP, after them (OLMo 3), or both (Gemma 3): see `norm_position`.
+    Norms stand before mixer and MLP, or after them (OLMo 3): see `norm_position`.
     """
 
     def __init__(self, config: DecoderConfig, layer: int):
@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.rotates = config.rotates(layer)
 
         def norm(position: str) -> nn.Module:
-            if config.norm_position not in (position, "both"):
+            if config.norm_position != position:
                 return nn.Identity()
             return NORMS[config.norm](hidden, eps=config.norm_eps)
 

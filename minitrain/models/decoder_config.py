@@ -123,8 +123,8 @@ class DecoderConfig:
     max_position_embeddings: int = 8192  # the longest sequence
     norm: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"  # of layers and head
     norm_eps: float = 1e-5  # added to the variance
-    # whether layers normalize what mixers and MLPs read, what they return, or both
-    norm_position: Literal["before", "after", "both"] = "before"
+    # whether layers normalize what mixers and MLPs read, or what they return
+    norm_position: Literal["before", "after"] = "before"
     mlp: str = "swiglu"  # swiglu, relu2, gelu with biases, or for experts only clamped_swiglu
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of initial weights
