@@ -15,9 +15,19 @@ from minitrain.run.config.recipes import CONFIGS
 from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-# folders of configs, in the order of the tables. Rows of the last two (published one-GPU runs by
-# others, and a user's own) are compared, but left out of all statistics: see `is_published`
-TABLES = ("automodel", "nemo/h100", "nemo/b200", "nemo/gb200", "rl", "dfm", "one-gpu", "own")
+# folders of configs, in the order of the tables. Rows of the last three (runs in MXFP8, one-GPU runs
+# by others, and a user's own) are compared, but left out of all statistics: see `is_published`
+TABLES = (
+    "automodel",
+    "nemo/h100",
+    "nemo/b200",
+    "nemo/gb200",
+    "rl",
+    "dfm",
+    "megatron-bridge",
+    "one-gpu",
+    "own",
+)
 # beginning of a published table's title -> its page
 SOURCES = {
     "NeMo AutoModel": "https://docs.nvidia.com/nemo/automodel/performance/performance-summary.md",

@@ -15,18 +15,25 @@ COPIED = {
 def read(raw: dict) -> dict:
     """Return the fields of `DecoderConfig` that follow from several keys of config.json."""
     rotated = read_number(raw, "qk_rope_head_dim")
+    return dict(head_dim=read_number(raw, "qk_nope_head_dim") + rotated) | read_shared(raw)
+
+
+def read_shared(raw: dict) -> dict:
+    """Return the width of the shared expert, which config.json has as a number of experts."""
     width = read_number(raw, "moe_intermediate_size")
-    return dict(
-        head_dim=read_number(raw, "qk_nope_head_dim") + rotated,
-        shared_expert_intermediate_size=read_number(raw, "n_shared_experts") * width,
-    )
+    return dict(shared_expert_intermediate_size=read_number(raw, "n_shared_experts") * width)
 
 
 def write(config: DecoderConfig, settings: dict) -> dict:
     """Return config.json with the family's own keys."""
-    shared = config.shared_expert_intermediate_size // config.moe_intermediate_size
     # transformers calls the number of rotated channels head_dim
-    return settings | dict(head_dim=config.qk_rope_head_dim, n_shared_experts=shared)
+    return write_shared(config, settings) | dict(head_dim=config.qk_rope_head_dim)
+
+
+def write_shared(config: DecoderConfig, settings: dict) -> dict:
+    """Return config.json with the number of experts that are as wide as the shared one."""
+    shared = config.shared_expert_intermediate_size // config.moe_intermediate_size
+    return settings | dict(n_shared_experts=shared)
 
 
 def depth_of(key: str, layers: int) -> int | None:

@@ -74,6 +74,8 @@ class Family:
     norm_topk: bool | None = None
     # False: the head is stored separately, whatever tie_word_embeddings says
     can_tie: bool = True
+    # False: transformers has no model with a score as its head
+    can_classify: bool = True
     # True: num_attention_heads must divide hidden_size, even where head_dim is given
     heads_divide: bool = False
     # the default of partial_rotary_factor; None: only 1 is supported
@@ -127,9 +129,11 @@ class Family:
     def classifier(self) -> str:
         """Return the name in `architectures` of a model with a score as its head.
 
-        There is none of Nemotron-H.
+        If transformers has none, it is the name of the language model.
         """
-        return re.sub("(?<!H)(ForCausalLM|LMHeadModel)$", CLASSIFIER, self.architecture)
+        if not self.can_classify:
+            return self.architecture
+        return re.sub("(ForCausalLM|LMHeadModel)$", CLASSIFIER, self.architecture)
 
     def field(self, name: str) -> Any:
         """Return the value to which the family fixes a field of `DecoderConfig`, or the default."""
@@ -170,8 +174,19 @@ def with_smollm3_defaults(raw: dict) -> dict:
     return raw
 
 
+def with_rotary_share(raw: dict) -> dict:
+    """Return MiniMax-M2's config.json with `partial_rotary_factor`, where it has `rotary_dim`."""
+    if raw.get("rotary_dim") is None or raw.get("partial_rotary_factor") is not None:
+        return raw
+    rotated = read_number(raw, "rotary_dim")
+    share = rotated / max(1, read_number(raw, "head_dim", default=128))
+    return raw | dict(partial_rotary_factor=share)
+
+
 # for models without an entry in FAMILIES, such as Wan
 PLAIN = Family("")
+# names of an expert's matrices, for `expert_matrices`
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
 QWEN3 = dict(attention_bias=False, use_sliding_window=False)
 
@@ -216,7 +231,7 @@ FAMILIES = {
         renamed={".mlp.": ".block_sparse_moe."},
         # transformers 5 calls the router so in files with stacked experts
         also_ours=(".mlp.gate.",),
-        expert_matrices={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+        expert_matrices=MIXTRAL,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -251,6 +266,51 @@ FAMILIES = {
         write=deepseek_v3.write,
         depth_of=deepseek_v3.depth_of,
         copied=deepseek_v3.COPIED,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        fields=_keys(
+            "num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group topk_group"
+            " routed_scaling_factor",
+            num_experts="n_routed_experts",
+            qkv_bias="attention_bias",
+            qk_norm="use_qk_norm",
+        ),
+        fixed=dict(scoring_func="sigmoid"),
+        quantized="fp8",
+        partial_rotary=0.5,
+        norm_topk=True,
+        can_classify=False,
+        read=deepseek_v3.read_shared,
+        write=deepseek_v3.write_shared,
+        depth_of=deepseek_v3.depth_of,
+        copied=deepseek_v3.COPIED,
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        dict(
+            scoring_func="sigmoid",
+            use_routing_bias=True,
+            use_qk_norm=True,
+            qk_norm_type="per_layer",
+            shared_intermediate_size=0,
+        ),
+        fields=_keys(
+            "num_experts_per_tok",
+            num_experts="num_local_experts",
+            moe_intermediate_size="intermediate_size",
+        ),
+        fixed=dict(scoring_func="sigmoid", qk_norm=True, qk_norm_over_heads=True),
+        quantized="fp8",
+        rope_theta=5e6,
+        partial_rotary=1.0,
+        noise=("attention_dropout", "router_jitter_noise"),
+        balances=True,
+        can_classify=False,
+        defaults=with_rotary_share,
+        write=lambda config, settings: settings | dict(rotary_dim=config.rotary_dim),
+        renamed={".mlp.": ".block_sparse_moe.", ".mlp.gate.e_score": ".block_sparse_moe.e_score"},
+        expert_matrices=MIXTRAL,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -310,6 +370,7 @@ FAMILIES = {
         ),
         norm_topk=True,
         can_tie=False,
+        can_classify=False,
         defaults=nemotron_h.with_pattern,
         read=nemotron_h.read,
         write=nemotron_h.write,

@@ -46,7 +46,7 @@ FP8_SCALE = "_scale_inv"
 MXFP4_BLOCK = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without sign
 # those of a block's matrices that such files have in FP8: not its router, nor `eh_proj`
-IN_FP8 = re.compile(r".*\.layers\.\d+\.(?!eh_proj).*_proj(_with_mqa)?\.weight")
+IN_FP8 = re.compile(r".*\.layers\.\d+\.(?!eh_proj).*(_proj(_with_mqa)?|\.w[123])\.weight")
 FP8_SETTINGS = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

@@ -188,6 +188,34 @@ _OLMO3 = dict(
     eos_token_id=100257,
 )
 
+_GLM45 = dict(
+    family="glm4_moe",
+    vocab_size=151552,
+    num_attention_heads=96,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    norm_eps=1e-5,
+    rope_theta=1e6,
+    partial_rotary_factor=0.5,
+    qkv_bias=True,
+    num_experts_per_tok=8,
+    scoring_func="sigmoid",
+    bos_token_id=None,
+    eos_token_id=[151329, 151336, 151338],
+)
+_GLM45_355B = dict(
+    hidden_size=5120,
+    intermediate_size=12288,
+    num_layers=92,
+    qk_norm=True,
+    num_experts=160,
+    moe_intermediate_size=1536,
+    shared_expert_intermediate_size=1536,
+    first_k_dense_replace=3,
+    routed_scaling_factor=2.5,
+)
+
 ZOO: dict[str, dict] = {
     "llama3-8b": _LLAMA3 | _LLAMA3_8B,
     "llama3-70b": _LLAMA3 | _LLAMA3_70B,
@@ -260,6 +288,37 @@ ZOO: dict[str, dict] = {
         routed_scaling_factor=2.827,
         bos_token_id=163584,
         eos_token_id=163585,
+    ),
+    "glm-4.5": _GLM45 | _GLM45_355B,
+    "glm-4.5-air": _GLM45
+    | dict(
+        hidden_size=4096,
+        intermediate_size=10944,
+        num_layers=46,
+        num_experts=128,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=1408,
+        first_k_dense_replace=1,
+    ),
+    "glm-4.7": _GLM45 | _GLM45_355B | dict(max_position_embeddings=202752),
+    "minimax-m2": _size(3072, 1536, 62, 48)
+    | dict(
+        family="minimax_m2",
+        vocab_size=200064,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=196608,
+        norm_eps=1e-6,
+        rope_theta=5e6,
+        partial_rotary_factor=0.5,
+        qk_norm=True,
+        qk_norm_over_heads=True,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        scoring_func="sigmoid",
+        bos_token_id=200034,
+        eos_token_id=200020,
     ),
     "gpt-oss-20b": _GPT_OSS | dict(num_layers=24, num_experts=32),
     "gpt-oss-120b": _GPT_OSS | dict(num_layers=36, num_experts=128),
@@ -346,8 +405,6 @@ _TINY_LATENT = dict(
     qk_rope_head_dim=8,
     v_head_dim=16,
     head_dim=24,
-    first_k_dense_replace=1,
-    shared_expert_intermediate_size=48,
 )
 _TINY_HYBRID = dict(
     mamba_num_heads=8,
@@ -375,6 +432,10 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
             small["intermediate_size"] = small["moe_intermediate_size"]
     if fields.get("kv_lora_rank"):
         small |= _TINY_LATENT
+    if fields.get("first_k_dense_replace"):
+        small["first_k_dense_replace"] = 1
+    if fields.get("shared_expert_intermediate_size"):
+        small["shared_expert_intermediate_size"] = small["moe_intermediate_size"]
     if fields.get("sliding_window"):
         small["sliding_window"] = 16
     if fields.get("layer_pattern"):
@@ -417,9 +478,11 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     if shrunk:
         fields = tiny(fields)
     config = DecoderConfig(**fields | overrides)
-    beyond = [
-        key for key in ("bos_token_id", "eos_token_id") if (fields[key] or 0) >= config.vocab_size
-    ]
+    beyond = []
+    for key in ("bos_token_id", "eos_token_id"):
+        ids = fields[key] if isinstance(fields[key], list) else [fields[key]]
+        if any(token is not None and token >= config.vocab_size for token in ids):
+            beyond.append(key)
     return dataclasses.replace(config, **{key: None for key in beyond if key not in overrides})
 
 

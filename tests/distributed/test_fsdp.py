@@ -12,6 +12,7 @@ from minitrain import save_pretrained
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.mamba import scan
+from minitrain.models.zoo import model_config
 from minitrain.parallel.shards import assemble, cut_slices, full_slice, full_tensor
 from minitrain.run.config import load as configs
 from minitrain.run.launch.start import start
@@ -46,7 +47,13 @@ def test_other_families(pool, model):
 
 @pytest.mark.parametrize("model", families(lambda config: not is_dense(config)))
 def test_experts_and_hybrids(pool, model):
-    check_against_one_process(pool, 2, TREE | {"model": model}, steps=2)
+    config = model_config(model)
+    fields = {"name": model}
+    # softmax does not see the bias of a key's channels that are not rotated, so gradients of key biases
+    # are mostly rounding, unless scores differ
+    if config.qkv_bias and config.partial_rotary_factor < 1:
+        fields["initializer_range"] = 0.1
+    check_against_one_process(pool, 2, TREE | {"model": fields}, steps=2)
 
 
 def save_sharded(folder):

@@ -215,6 +215,11 @@ STORED = {
         ("4.enorm", "5.hnorm", "5.eh_proj", "4.shared_head.norm", "5.mlp.experts.3.up_proj"),
         ("5.embed_tokens", "5.shared_head.head"),
     ),
+    "glm-4.5-tiny": (
+        "model.layers.{}.",
+        ("4.enorm", "5.eh_proj", "4.shared_head.norm", "5.mlp.experts.3.up_proj"),
+        ("5.embed_tokens", "5.shared_head.head"),
+    ),
     "nemotron3-nano-30b-a3b-tiny": (
         "mtp.layers.{}.",
         (

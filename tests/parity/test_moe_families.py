@@ -1,9 +1,11 @@
 """Mixture-of-experts families against transformers: what test_decoder.py does not see, files, the balancing loss."""
 
 import json
+import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -157,6 +159,21 @@ def test_same_tensor_names_as_transformers_writes(family, tmp_path):
     ]
     ours, theirs = (set(index["weight_map"]) for index in names)
     assert ours == theirs
+
+
+def test_minimax_has_its_experts_in_fp8(tmp_path):
+    """Their names are Mixtral's."""
+    build("minimax-m2").save_pretrained(tmp_path / "theirs")
+    model = load_pretrained(tmp_path / "theirs")
+    save_pretrained(model, tmp_path / "fp8", fp8=True)
+    stored = load_file(tmp_path / "fp8/model.safetensors")
+    experts = [key for key in stored if re.search(r"\.experts\.\d\.w[123]\.weight$", key)]
+    assert len(experts) == 2 * 8 * 3
+    assert {stored[key].dtype for key in experts} == {torch.float8_e4m3fn}
+    again = load_pretrained(tmp_path / "fp8", dtype=torch.float32)
+    for layer, ours in model.model.layers.items():
+        stack = again.model.layers[layer].mlp.experts.gate_up_proj
+        torch.testing.assert_close(stack, ours.mlp.experts.gate_up_proj, rtol=0.07, atol=0.01)
 
 
 def test_selection_bias_stays_in_fp32(tmp_path):
