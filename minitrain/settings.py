@@ -164,8 +164,7 @@ class Optim:
     states: Literal["fp32", "bf16"] = "fp32"  # type of AdamW's moments
     # round weights and states that are stored in bf16 stochastically; Muon's weights need it there
     stochastic_rounding: bool = False
-    # keep AdamW's moments on the host and update there; gradients go to it, and weights come back
-    offload: bool = False
+    offload: bool = False  # keep AdamW's moments on the host, and update there
     # decay of the weights' moving average (training/ema.py); 0: no average
     ema: float = number(0.0, 0, below=1)
     ema_warmup: bool = False  # use a smaller decay of the average in the first steps
@@ -479,8 +478,7 @@ class Config:
     # 0: its layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
     compile: bool = False  # compile the model with torch.compile, block by block
-    # which activations are recomputed; n: those of every n-th block; offload: none, they wait on the
-    # host (see parallel/recompute.py)
+    # which activations are recomputed, n: every n-th block's, or offloaded (parallel/recompute.py)
     recompute: Literal["none", "full", "attention", "selective", "offload"] | int = "none"
     validation: Validation = setting(default_factory=Validation)
     checkpoint: Checkpoint = setting(default_factory=Checkpoint)
