@@ -39,6 +39,8 @@ def versus(
     data, _ = open_dataset(config)
     ours = make_trainer(config, meshes)
     trainers = ours, RIVALS[library](ours)
+    for trainer in trainers if library == "full" else trainers[:1]:
+        trainer.prepare(data, warmup + steps)
     pairs = []
     for step in progress(warmup + steps, f"{row} versus {library}"):
         runs = [partial(trainer.step, data, step) for trainer in trainers]
@@ -76,7 +78,8 @@ def check_versus(config: Config, library: str) -> None:
         raise InputError(
             f"--versus {library} is for training steps, not for task=grpo (sampling has --generate)"
         )
-    if library != "full" and (config.task == "dpo" or trains_mtp(config)):
+    others = config.task in ("dpo", "reward") or config.teachers or trains_mtp(config)
+    if library != "full" and others:
         raise InputError(
             f"--versus {library}: it learns next tokens alone (use task=sft, and mtp_weight=0)"
         )

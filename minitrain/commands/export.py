@@ -30,9 +30,10 @@ OPTIONS = {
     "--out": (cli.home_path, ..., "a new folder"),
     "--fp8": (bool, False, "matrices in FP8 with a scale for each 128 x 128"),
 }
-# one process, beside a GPU that may be training; the weights are the same
-ALONE = """device=cpu compile=false parallel={} metrics={} profile={} fp8={}
-grpo.generation_ranks=0 rollout.tp=1 rollout.ep=1"""
+# one process, beside a GPU that may be training; the weights are the same. What depends on the layout
+# goes with it
+ALONE = """device=cpu compile=false parallel={} metrics={} profile={} fp8.keep_transposed=false fp8.experts=false
+grpo.generation_ranks=0 grpo.in_flight=false rollout.tp=1 rollout.ep=1"""
 
 
 def main(arguments: list[str]) -> None:

@@ -57,15 +57,15 @@ def generate_text(options: Namespace) -> None:
     replied = template and end_of_reply(template, tokenizer)
     lines, prompts = read_prompts(options, template, tokenizer)
     params = SamplingParams(
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.min_p,
-        options.max_tokens,
-        options.n,
-        () if replied is None else (replied,),
-        tuple(options.stop),
-        options.seed,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        max_tokens=options.max_tokens,
+        n=options.n,
+        stop_tokens=() if replied is None else (replied,),
+        stop=tuple(options.stop),
+        seed=options.seed,
     )
     answers = answered_before(options, lines) if options.prompts else {}
     if options.out and len(answers) == len(lines):

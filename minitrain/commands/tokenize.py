@@ -18,16 +18,12 @@ from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minitrain.data import wording
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
-
-if TYPE_CHECKING:
-    pass
 
 # groups of files, at most
 MOST = 1024
@@ -94,7 +90,7 @@ def write_groups(
     """
     others = active_children()
     context = get_context("spawn")
-    # a terminal's Ctrl-C is settings once, by this process
+    # Ctrl-C reaches all processes of the terminal; only this one handles it
     ignored = signal.SIGINT, signal.SIG_IGN
     with ProcessPoolExecutor(processes, context, signal.signal, ignored) as pool:
         try:

@@ -24,8 +24,8 @@ def test_half_a_result_is_removed(tmp_path, error):
         raise error
     assert not any(out.parent.iterdir())
     # as a kill leaves it
-    (out.parent / "out.tmp").mkdir()
-    (out.parent / "out.tmp" / "half").write_text("half")
+    (out.parent / ".out.minitrain").mkdir()
+    (out.parent / ".out.minitrain" / "half").write_text("half")
     with cli.new_folder(str(out)) as folder:
         (folder / "whole").write_text("whole")
     assert os.listdir(out.parent) == ["out"] and os.listdir(out) == ["whole"]
@@ -82,4 +82,4 @@ def test_commands_that_end_early_leave_nothing(trained, monkeypatch):
             assert set(os.listdir()) - before == kept
     for name, words in commands.items():
         dispatch([name, *words.split(), "--out", name])
-        assert Path(name, "tokenizer.json").exists() and not Path(f"{name}.tmp").exists()
+        assert Path(name, "tokenizer.json").exists() and not Path(f".{name}.minitrain").exists()

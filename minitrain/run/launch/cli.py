@@ -126,7 +126,8 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     """
     check_new(out)
     out = Path(out)
-    work = out.with_name(f"{out.name}.tmp")
+    # a name that no user gives a folder
+    work = out.with_name(f".{out.name}.minitrain")
     # of a process that was killed
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

@@ -48,7 +48,8 @@ class Health:
         self.say = say
         self.batch = batch
         self.updates = updates
-        self.losses = deque(past, maxlen=WINDOW)
+        # a skipped step's may be NaN
+        self.losses = deque(filter(math.isfinite, past), maxlen=WINDOW)
         self.in_a_row = skipped
         if self.in_a_row >= self.most:
             raise InputError(
