@@ -36,7 +36,7 @@ TECHNIQUES += [
 BUDGETS = {
     "errors": 450,
     "hashing": 400,
-    "user_code": 500,
+    "user_code": 520,
     "settings": 2_300,
     "models": 35_500,
     "parallel": 17_050,
@@ -55,7 +55,7 @@ BUDGETS = {
     "run/checkpoint": 5_650,
     "run/monitor": 8_300,
     "run/tasks": 8_500,
-    "bench": 16_450,
+    "bench": 16_500,
     "simulator": 20_000,
     "examples": 4_500,
     "commands": 12_450,

@@ -139,7 +139,10 @@ class PolicyTrainer:
         compute = partial(label_log_probs, temperature=temperature)
         inputs = batches
         if model is not self.model:
-            # other models route as they do
+            # other models route as they do; without adapters it is this one, which has the last
+            # batch's experts
+            if self.config.grpo.replay_routing:
+                replay_routing(self.model, None)
             inputs = [{k: v for k, v in batch.items() if k != "routes"} for batch in batches]
         with without_adapters(self.model) if model is None else nullcontext():
             outputs = self.trainer.outputs(compute, inputs, model)
@@ -171,7 +174,8 @@ class PolicyTrainer:
         optim = dataclasses.replace(self.config.optim, lr=self.config.grpo.warmup_lr, ema=0.0)
         config = dataclasses.replace(self.config, optim=optim)
         optimizer = make_optimizer(self.model, optim)
-        objective = LanguageModeling(mtp=self.mtp)
+        # with sums of its own, which are not of the policy's first step
+        objective = LanguageModeling(mtp=make_mtp_loss(config))
         loss = torch.zeros(())
         for step in range(config.grpo.warmup_steps):
             chosen = problems.take(step * config.batch.global_, config.batch.global_)

@@ -171,14 +171,17 @@ def initialize_adapter(name: str, tensor: Tensor, generator: torch.Generator) ->
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let `model`, or a pipeline's stages, compute as if it had no adapters."""
     adapted = [m for m in model.modules() if isinstance(m, (LoraLinear, LoraExperts))]
+    # None: the class says it
+    before = [vars(module).get("is_adapted") for module in adapted]
     for module in adapted:
         module.is_adapted = False
     try:
         yield
     finally:
-        for module in adapted:
-            # the class says True
+        for module, was in zip(adapted, before, strict=True):
             del module.is_adapted
+            if was is not None:
+                module.is_adapted = was
 
 
 @cache

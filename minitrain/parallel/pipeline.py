@@ -25,10 +25,10 @@ Cost per micro-batch: each boundary between stages sends hidden states forward, 
 computes the loss, and every rank reads tokens and labels by itself. torch keeps two buffers of a
 boundary's size per stage and micro-batch.
 
-FSDP reduces gradients once per step. By default it also gathers weights once per step and keeps
-them (ZeRO-2), since to gather them for each micro-batch would cost m times as much. With
-`reshard_after_forward`, a rank gathers only the three stages that it runs next. That saves memory,
-and gathers each stage up to m / n times per step, for the forward and for the backward pass.
+FSDP reduces gradients once per step. With `keeps_weights` (parallel.reshard_after_forward=false) it
+also gathers weights once per step and keeps them (ZeRO-2). Without, as by default, a rank gathers
+only the three stages that it runs next. That saves memory, and gathers each stage up to m / n times
+per step, for the forward and for the backward pass. A rank with one stage keeps them in any case.
 
 A model of your own takes part if each stage is a module whose forward pass takes the input or
 hidden states, returns hidden states of a known shape, and in the last stage the loss. See

@@ -485,7 +485,8 @@ class Scheduler:
     def _slot(self) -> int:
         """Return a free slot. Those who only wait keep theirs as long as nobody needs it."""
         while not self.slots:
-            self._drop()
+            if not self._drop():
+                raise AssertionError("no slot is free, and no sample that waits has one")
         return self.slots.pop()
 
     def _free(self, entry: Sample | Prefill) -> None:

@@ -61,7 +61,7 @@ def linear_cross_entropy(
     weight: [vocab, dim], or a DTensor split evenly by vocabulary, whose ranks all have the same
         hidden and labels. The gradient of `hidden` is then this rank's term of a sum over ranks.
     labels: int [...]; those that are IGNORE add nothing. Divide by the number of the others.
-    losses: fp32 [tokens], filled with each token's loss; only where gradients are needed, too.
+    losses: fp32 [tokens], filled with each token's loss, with gradients or without.
     """
     # [tokens, dim]
     hidden = hidden.flatten(0, -2)

@@ -123,7 +123,9 @@ def test_steps_to_warm_up_count_for_nothing(monkeypatch):
     seconds = iter([9.0, 1.0, 2.0, 4.0, 2.0, 8.0, 4.0, 4.0])  # ours and theirs in turns
     monkeypatch.setattr(rivals, "timed", lambda *_: next(seconds))
     monkeypatch.setattr(
-        rivals, "make_trainer", lambda *_: SimpleNamespace(device="cpu", step=print)
+        rivals,
+        "make_trainer",
+        lambda *_: SimpleNamespace(device="cpu", step=print, prepare=print),
     )
     monkeypatch.setattr(rivals, "progress", lambda steps, text: range(steps))
     monkeypatch.setitem(RIVALS, "transformers", lambda ours: ours)

@@ -367,7 +367,7 @@ def test_a_trace_has_a_lane_per_stream_and_per_stage(tmp_path):
         Event("allgather", "collective", 0, [], [], payload=2**21),
     ]
     trace = Trace(
-        events, marks=[(0, (0, "F", 5))], held=[(0, 0, 0, 0, 2**30), (0, 0, 0, 2**29, 2**30)]
+        events, marks=[(0, (0, "F", 5))], memory=[(0, 0, 0, 0, 2**30), (0, 0, 0, 2**29, 2**30)]
     )
     pipeline = Replay(
         {(0, "F", 0): (0.0, 1.0), (1, "F", 0): (1.0, 2.0)}, [1.0, 2.0], {0: 0, 1: 1}
