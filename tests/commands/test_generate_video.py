@@ -308,7 +308,7 @@ def test_a_language_model_is_refused(tmp_path):
         run(tmp_path)
     (tmp_path / "prompts").touch()
     with pytest.raises(InputError, match="is not a Wan model"):
-        run(tmp_path)
+        run(tmp_path, "--size", "1", "4", "4")
     with files_up_to(0), pytest.raises(InputError, match="--out=/proc/out cannot be written: "):
         main(["--model", "nowhere", "--prompts", "x", "--out", "/proc/out"])
 

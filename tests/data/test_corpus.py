@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from minitrain.data.records import pieces_of
 from minitrain.data.text.text_rows import open_data
+from minitrain.data.wording import SETTINGS
 from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict
@@ -437,7 +438,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kin
         same(pieces, whole)
     (tmp_path / "empty.txt").write_text("some\r\n\r\n\u3000 text\r\n\n" * 99, newline="")
     monkeypatch.setattr("minitrain.data.records.PIECE", 100)
-    pieces = list(pieces_of(tmp_path / "empty.txt"))
+    pieces = list(pieces_of(tmp_path / "empty.txt", SETTINGS))
     assert "".join(pieces).encode() == (tmp_path / "empty.txt").read_bytes()
     assert len(pieces) > 15 and max(map(len, pieces)) < 200  # whose tokens may differ
     (tmp_path / "empty.txt").unlink()
