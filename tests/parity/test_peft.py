@@ -437,8 +437,9 @@ def test_a_model_has_no_place_beside_adapters(tmp_path):
     with pytest.raises(InputError, match=complaint):  # before a step is done
         train(from_dict({"model": str(base), "out_dir": str(adapter), "batch": {"seq_len": 8}}))
     shutil.copytree(adapter, tmp_path / "other")
-    for out, told in (("merged", "a model already"), ("other", "adapter_config.json")):
-        with pytest.raises(InputError, match=f"{out} holds {told}"):
+    # merging makes a new folder
+    for out in ("merged", "other"):
+        with pytest.raises(InputError, match=f"{out} exists already .name a new folder"):
             merge.main(
                 ["--model", str(base), "--adapter", str(adapter), "--out", str(tmp_path / out)]
             )
