@@ -107,7 +107,7 @@ def with_settings(**settings) -> dict:
         ),
         (
             {"validation": {"exact_match": 3}},
-            "validation.exact_match=3 needs chats that are held out: task=sft or lora",
+            "validation.exact_match=3 needs chats that are held out: task=sft, lora or dpo",
         ),
         ({"diffusion": {"shift": 0}}, "diffusion.shift=0.0 must be above 0"),
         (
