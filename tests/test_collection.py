@@ -53,3 +53,21 @@ def test_of_runs_the_tests_that_import_a_file():
     found = {name.partition("::")[0] for name in said.split("\n\n")[0].split("\n")}
     assert {"tests/test_collection.py", "tests/test_house.py", "tests/test_pool.py"} <= found
     assert "tests/models/test_mamba.py" not in found
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("minitrain/tensor.py", f"no such file in {Path.cwd()}"),
+        ("README.md", "no test imports it"),
+    ],
+    ids=["typo", "text"],
+)
+def test_of_a_wrong_file_is_one_line(file, message):
+    with pytest.raises(pytest.UsageError, match=f"^--of {re.escape(file)}: {message}$"):
+        files_wanted([file])
+
+
+def test_the_users_of_what_no_test_imports_are_named():
+    users = why_not(ROOT / "minitrain/training/muon.py")
+    assert re.fullmatch("no test imports it, but .*minitrain/training/optim.py.*", users)
