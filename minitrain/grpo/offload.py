@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, UntypedStorage
 
-from minitrain.parallel.activation_offload import bytes_of, copy_to_host
-from minitrain.parallel.shards import to_local
+from minitrain.parallel.activation_offload import bytes_of
+from minitrain.parallel.shards import copy_to_host, to_local
 
 Tensors = Callable[[], Iterable[Tensor]]
 

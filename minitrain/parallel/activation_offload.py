@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from minitrain.models.variants import set_variant
-from minitrain.parallel.shards import to_local
+from minitrain.parallel.shards import copy_to_host, to_local
 
 # smaller tensors are not worth a copy's launch
 MIN_BYTES = 1 << 20
@@ -239,9 +239,3 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 def bytes_of(storage: UntypedStorage) -> Tensor:
     """Return all bytes of a storage as a tensor, uint8 [bytes], of the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def copy_to_host(x: Tensor) -> Tensor:
-    """Copy a tensor [...] to the host, into pinned memory and asynchronously if it is on CUDA."""
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
-    return copy.copy_(x, non_blocking=True)

@@ -102,3 +102,9 @@ def assemble(
 def all_slices(tensor: Tensor) -> tuple[Tensor, Slices]:
     """Return a tensor [...] and the slices of all of it: `local_shard` of an unsharded tensor."""
     return tensor, tuple(slice(0, n) for n in tensor.shape)
+
+
+def copy_to_host(x: Tensor) -> Tensor:
+    """Copy a tensor [...] to the host, into pinned memory and asynchronously if it is on CUDA."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
+    return copy.copy_(x, non_blocking=True)

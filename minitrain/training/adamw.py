@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from minitrain.hashing import mix_
-from minitrain.parallel.activation_offload import copy_to_host
+from minitrain.parallel.shards import copy_to_host
 from minitrain.parallel.shards import Slices, local_shard, to_local
 
 # how many numbers are converted to fp32 at a time
