@@ -27,8 +27,7 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from minitrain.hashing import mix_
-from minitrain.parallel.shards import copy_to_host
-from minitrain.parallel.shards import Slices, local_shard, to_local
+from minitrain.parallel.shards import Slices, copy_to_host, local_shard, to_local
 
 # how many numbers are converted to fp32 at a time
 AT_ONCE = 1 << 24
