@@ -472,7 +472,7 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
         )
         names = ", ".join((*ZOO, *WAN))
         raise InputError(
-            f"model {name!r} is unknown ({near}known: {names}, each also with -tiny, all with random weights; for "
+            f"model {name!r:.100} is unknown ({near}known: {names}, each also with -tiny, all with random weights; for "
             "others: hf download ORG/NAME --local-dir DIR, then model=DIR)"
         )
     if shrunk:
