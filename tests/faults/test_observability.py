@@ -437,7 +437,7 @@ def train_with_a_reward_that_hangs(folder):
 def test_ranks_wait_for_a_reward_that_hangs_until_timeout(tmp_path):
     ranks = Ranks(2, tmp_path / "log", train_with_a_reward_that_hangs, tmp_path / "out")
     assert ranks.wait(LIMIT) and ranks.codes() == [2, 2], ranks.log.read_text()
-    expected = r"error: rank 0 waited in vain for others in all_gather in RolloutWorker.sample \(grpo/rollouts.py:"
+    expected = r"error: rank 0 waited in vain for others in all_gather in RolloutWorker.end \(grpo/rollouts.py:"
     assert len(re.findall(expected, ranks.log.read_text())) == 1
 
 
