@@ -35,6 +35,9 @@ def fork(function: Callable, *args: Any, daemon: bool = False):
 
 
 def call(function: Callable, args: tuple) -> None:
+    # the server has the variables of the test in which it began
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
     default_signals()
     function(*args)
 
