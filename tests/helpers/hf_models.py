@@ -240,8 +240,11 @@ HYBRID_CONFIGS = {
 }
 
 
-def build(family: str, seed: int = 0, **changes):
-    """Return the transformers model in fp32 with eager attention and random parameters."""
+def build(family: str, seed: int = 0, auto: type = AutoModelForCausalLM, **changes):
+    """Return the transformers model in fp32 with eager attention and random parameters.
+
+    auto: which of transformers' automatic classes makes it.
+    """
     config = (CONFIGS | WINDOW_CONFIGS | MOE_CONFIGS | HYBRID_CONFIGS)[family]()
     config.update(changes)
     # transformers draws Mamba's initial dt_bias from this generator
@@ -249,7 +252,7 @@ def build(family: str, seed: int = 0, **changes):
     options = dict(
         attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
     )
-    model = AutoModelForCausalLM.from_config(config, **options).eval()
+    model = auto.from_config(config, **options).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

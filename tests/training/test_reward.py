@@ -28,6 +28,7 @@ from tests.helpers.hf_models import (
     HYBRID_CONFIGS,
     MOE_CONFIGS,
     assert_same,
+    build,
     call_refused,
     compare_and_differentiate,
     edit_json,
@@ -50,21 +51,8 @@ FAMILIES = [
 
 
 def classifier(family: str, seed: int = 0, **changes):
-    """transformers' classifier of a family in fp32, with random parameters."""
-    config = ALL[family]()
-    config.update(changes)
-    options = dict(
-        attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
-    )
-    model = AutoModelForSequenceClassification.from_config(config, **options).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.15, generator=generator)
-            else:
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-    return model
+    """Return transformers' classifier of a family in fp32, with random parameters."""
+    return build(family, seed, AutoModelForSequenceClassification, **changes)
 
 
 # -------------------------------------------------------------------------------------------------------- transformers
