@@ -67,9 +67,10 @@ def listen(signals: socket.socket) -> None:
 
     signals: receives the number of each signal as a byte, from Python's handler in C.
     """
-    while number := signals.recv(1):
-        if signal.getsignal(number[0]) is stop:
-            end_late(Stopped(number[0]))
+    with signals:
+        while number := signals.recv(1):
+            if signal.getsignal(number[0]) is stop:
+                end_late(Stopped(number[0]))
 
 
 @contextmanager
