@@ -95,12 +95,13 @@ class PolicyTrainer:
             if self.reference is not None or grpo.kl:
                 self.add_log_probs("reference", self.reference, every)
             if self.config.teachers:
-                warmth = self.config.distill.temperature
-                self.add_log_probs("teacher", self.teacher, every, warmth)
+                temperature = self.config.distill.temperature
+                self.add_log_probs("teacher", self.teacher, every, temperature)
         with self.phase("training"):
             results = [self.trainer.update(batches, step) for batches in updates]
-            # the sampler may use the same model
-            replay_routing(self.model, None)
+            if grpo.replay_routing:
+                # the sampler may use the same model
+                replay_routing(self.model, None)
             # only now does the host wait for the device
             results = [{key: value.item() for key, value in result.items()} for result in results]
             numbers = {
