@@ -79,6 +79,7 @@ def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
     Raises InputError, which names `file`, for what the decoder would not compute exactly.
     """
     with located(file):
+        raw = _language_model(raw)
         name = _find_family(raw)
         if name == OWN:
             return config_from_own(raw)
@@ -87,6 +88,16 @@ def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
         raw = {ours: raw[key] for key, ours in family.aliases.items() if key in raw} | raw
         _refuse_unsupported(raw, family)
         return _read_fields(raw, name, family)
+
+
+def _language_model(raw: dict) -> dict:
+    """Return config.json of the language model, where it stands in that of one that sees too."""
+    inner = raw.get("text_config")
+    kind = inner.get("model_type") if isinstance(inner, dict) else None
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        return raw
+    of_both = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+    return {key: raw[key] for key in of_both if key in raw} | inner
 
 
 def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:
@@ -200,6 +211,10 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
     kinds = ["full_attention"]
     if "sliding_window" in family.fields:
         kinds = ["sliding_attention"] * (family.field("sliding_window_pattern") - 1) + kinds
+    if "full_attention_interval" in family.fields:
+        # a list need not be longer than the one that is given
+        every = min(read_number(raw, "full_attention_interval"), len(given) + 1)
+        kinds = ["linear_attention"] * (every - 1) + kinds
     if any(kind != kinds[i % len(kinds)] for i, kind in enumerate(given)):
         raise InputError(f"layer_types other than {', '.join(kinds)} in turn are not supported")
     key = family.key("hidden_act")
@@ -391,6 +406,10 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         kinds = ("full_attention", "sliding_attention")
         layers = range(config.num_layers)
         optional["layer_types"] = [kinds[config.windowed(layer)] for layer in layers]
+    if "full_attention_interval" in family.fields:
+        kinds = dict(attention="full_attention", delta="linear_attention")
+        mixers = (config.parts(layer)[0] for layer in range(config.num_layers))
+        optional["layer_types"] = [kinds.get(mixer) for mixer in mixers]
     if family.depth_of:
         optional[DEPTHS] = config.num_nextn_predict_layers
     # null would be read as the family's default

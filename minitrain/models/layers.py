@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from minitrain.models.rope_scaling import llama3_keep, yarn_keep, yarn_mscale
 from minitrain.models.variants import has_hooks
+from minitrain.models.video import upcast
 
 
 def identity(x: Tensor) -> Tensor:
@@ -40,6 +41,15 @@ class LayerNorm1P(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         # [..., hidden], as the result
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class RMSNorm1P(nn.RMSNorm):
+    """RMSNorm in fp32, its weight stored around 0: normalize(x) (weight + 1) (Qwen3-Next)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [..., hidden], as the result
+        weight = upcast(self.weight) + 1
+        return F.rms_norm(upcast(x), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -83,7 +93,12 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "layernorm1p": LayerNorm1P}
+NORMS = {
+    "rmsnorm": nn.RMSNorm,
+    "rmsnorm1p": RMSNorm1P,
+    "layernorm": nn.LayerNorm,
+    "layernorm1p": LayerNorm1P,
+}
 MLPS = {
     "swiglu": GatedMLP,
     "relu2": partial(MLP, squared_relu, False),

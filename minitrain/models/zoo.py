@@ -164,6 +164,27 @@ _NEMOTRON3 = dict(
     eos_token_id=2,
 )
 
+# every fourth layer has attention, the others gated DeltaNet
+_QWEN3_NEXT = dict(
+    family="qwen3_next",
+    vocab_size=151936,
+    num_key_value_heads=2,
+    head_dim=256,
+    max_position_embeddings=262144,
+    norm="rmsnorm1p",
+    norm_eps=1e-6,
+    rope_theta=1e7,
+    partial_rotary_factor=0.25,
+    qk_norm=True,
+    attn_output_gate=True,
+    full_attention_interval=4,
+    bos_token_id=151643,
+    eos_token_id=151645,
+)
+_QWEN35 = _QWEN3_NEXT | dict(
+    family="qwen3_5_text", vocab_size=248320, bos_token_id=None, eos_token_id=248044
+)
+
 _OLMO3 = dict(
     family="olmo3",
     vocab_size=100278,
@@ -350,6 +371,29 @@ ZOO: dict[str, dict] = {
         moe_latent_size=1024,
         routed_scaling_factor=5.0,
     ),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT
+    | _size(2048, 5120, 48, 16)
+    | dict(
+        linear_fused_proj=True,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        shared_expert_gate=True,
+    ),
+    "qwen3.5-9b": _QWEN35 | _size(4096, 12288, 32, 16, num_key_value_heads=4),
+    "qwen3.5-27b": _QWEN35
+    | _size(5120, 17408, 64, 24, num_key_value_heads=4, linear_num_value_heads=48),
+    "qwen3.5-35b-a3b": _QWEN35
+    | _size(2048, 512, 40, 16)
+    | dict(
+        family="qwen3_5_moe_text",
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        shared_expert_gate=True,
+    ),
     "gpt3-175b": _size(12288, 49152, 96, 96)
     | dict(
         family="gpt2",
@@ -416,6 +460,15 @@ _TINY_HYBRID = dict(
 )
 
 
+_TINY_DELTA = dict(
+    full_attention_interval=2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=16,
+    linear_value_head_dim=8,
+)
+
+
 def tiny(fields: dict, num_layers: int = 4) -> dict:
     """Return the fields of the tiny twin: the same family and quirks at toy width.
 
@@ -440,6 +493,8 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
         small["sliding_window"] = 16
     if fields.get("layer_pattern"):
         small |= _TINY_HYBRID | dict(layer_pattern=("ME*E" * num_layers)[:num_layers])
+    if fields.get("full_attention_interval"):
+        small |= _TINY_DELTA
     if fields.get("moe_latent_size"):
         small["moe_latent_size"] = 32
     if fields["family"] == "gpt2":

@@ -265,7 +265,7 @@ class Sampler(Texts):
                     return []
                 return self._decode(work) if work.samples else []
             except BaseException:
-                # Mamba's states may include the step's tokens: compute them again
+                # recurrent states may include the step's tokens: compute them again
                 self.scheduler.preempt_all()
                 raise
 
@@ -426,8 +426,8 @@ class Sampler(Texts):
 
     def _allocate(self) -> None:
         settings = self.settings
-        # no prefix caching with Mamba layers: only a sequence's last state is kept
-        reuse = "M" not in self.config.layer_pattern
+        # no prefix caching with recurrent layers: only a sequence's last state is kept
+        reuse = not self.config.is_recurrent
         size = settings.page_size
         self.page_count = page_count(
             self.cached, settings, self.rows, self.longest, self.page_count, self.records

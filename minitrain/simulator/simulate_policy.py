@@ -234,7 +234,8 @@ def draft_seconds(
 
     Its projection of hidden states and embeddings is left out.
     """
-    layer = replace(model, num_layers=1, layer_pattern="", first_k_dense_replace=0)
+    one = dict(num_layers=1, layer_pattern="", full_attention_interval=0)
+    layer = replace(model, **one, first_k_dense_replace=0)
     prepared = replace(system, decode_step=0.0)
     return decoding_seconds(prepared, layer, model_reads(layer), samples, context, tp)
 

@@ -22,8 +22,11 @@ from transformers import (
     NemotronHConfig,
     Olmo3Config,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -219,7 +222,24 @@ _HYBRID = dict(
 )
 # transformers 5.24 uses time_step_min only
 BOUNDED = dict(time_step_min=0.6, time_step_limit=(0.6, math.inf))
+_DELTA = _SIZES | dict(
+    num_hidden_layers=3,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=3,
+    rms_norm_eps=1e-3,
+    rope_parameters=theta_of(1000.0) | dict(partial_rotary_factor=0.5),
+)
+_DELTA_MOE = _DELTA | _MOE | dict(num_experts=8, shared_expert_intermediate_size=56)
 HYBRID_CONFIGS = {
+    "qwen3-next": lambda: Qwen3NextConfig(
+        **_DELTA_MOE, full_attention_interval=2, norm_topk_prob=False
+    ),
+    "qwen3.5": lambda: Qwen3_5TextConfig(**_DELTA, full_attention_interval=3),
+    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(**_DELTA_MOE, full_attention_interval=2),
     "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, layer_norm_epsilon=1e-3),
     "nemotron_h-latent": lambda: NemotronHConfig(
         **_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1
