@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from minitrain.data import wording
+from minitrain.data.faults import wording
 from minitrain.errors import InputError, refuse
 from minitrain.run.launch import cli
 

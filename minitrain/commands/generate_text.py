@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from minitrain.commands.generate_answers import answer_prompts, answered_before, tell_answers
-from minitrain.data import wording
 from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
 from minitrain.data.chat.chats import (
     encode_question,
@@ -18,6 +17,7 @@ from minitrain.data.chat.chats import (
 )
 from minitrain.data.chat.keys import CHATS, PROMPTS, SHOWN, SYSTEMS, UNREAD_BESIDE_PROMPT
 from minitrain.data.chat.problems import read_question
+from minitrain.data.faults import wording
 from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
 from minitrain.errors import InputError, as_input_error, hub_hint, located, refuse

@@ -21,7 +21,7 @@ from shlex import quote
 
 import numpy as np
 
-from minitrain.data import wording
+from minitrain.data.faults import wording
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
 

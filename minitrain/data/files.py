@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from minitrain.data.faults.wording import SETTINGS, Wording
 from minitrain.data.records import JSON, LINES, RECORDS, holds_records
-from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, hub_hint, reading
 from minitrain.settings import Data
 

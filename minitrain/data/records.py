@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minitrain.data.wording import SETTINGS, Wording
-from minitrain.data.wrong_text import encoding_of, in_utf8, not_json
+from minitrain.data.faults.wording import SETTINGS, Wording
+from minitrain.data.faults.wrong_text import encoding_of, in_utf8, not_json
 from minitrain.errors import InputError, located, reading
 from minitrain.formats.magic import kind_of_binary, kind_of_json, read_head, stand_in_kind
 

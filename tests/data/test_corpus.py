@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from minitrain.data.faults.wording import SETTINGS
 from minitrain.data.records import pieces_of
 from minitrain.data.text.text_rows import open_data
-from minitrain.data.wording import SETTINGS
 from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
+from minitrain.data.faults.wrong_text import encoding_of, not_json
 from minitrain.data.records import Skips, decode, read_records
-from minitrain.data.wrong_text import encoding_of, not_json
 from minitrain.errors import InputError
 from minitrain.run.config.load import load
 

@@ -41,10 +41,10 @@ from minitrain.data.chat.keys import (
     UNREAD_BESIDE_PROMPT,
     UNREAD_IN_MESSAGE,
 )
+from minitrain.data.faults.wording import SETTINGS, Wording
 from minitrain.data.records import other_task, text_of
 from minitrain.data.sample import Sample
 from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
-from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, located
 from minitrain.training.loss import IGNORE
 

@@ -26,13 +26,13 @@ from minitrain.data.chat.chats import (
 )
 from minitrain.data.chat.keys import CHATS, LEARNED_LINE, PROMPTS, UNREAD_IN_LINE
 from minitrain.data.chat.sft import Chats, fit_sample
+from minitrain.data.faults.wording import SETTINGS
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, other_task, read_records
 from minitrain.data.sample import Sample
 from minitrain.data.text.text_rows import Row
 from minitrain.data.tokenizer import fitting_tokenizer
-from minitrain.data.wording import SETTINGS
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config

@@ -29,13 +29,13 @@ from minitrain.data.chat.chats import (
     words_of,
 )
 from minitrain.data.chat.keys import LEARNED_LINE, PROMPTS, UNREAD_IN_LINE
+from minitrain.data.faults.wording import SETTINGS, Wording
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Number, Skips, counted, other_task, read_records
 from minitrain.data.sources import train_and_held_out
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
 from minitrain.data.toys import load_toy
-from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, located
 from minitrain.grpo.batches import Problem
 from minitrain.hashing import nth

@@ -19,13 +19,13 @@ from minitrain.data.chat.chats import (
     read_shown,
     split_reply,
 )
+from minitrain.data.faults.wording import SETTINGS, Wording
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
 from minitrain.data.records import Skips, counted, other_task, read_records
 from minitrain.data.sample import Sample
 from minitrain.data.text.text_rows import Mock, Row
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer
-from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Config, Data

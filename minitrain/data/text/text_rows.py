@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minitrain.data.faults.wording import OPTIONS, SETTINGS, Wording
 from minitrain.data.files import find_files, stamp_of
 from minitrain.data.held_out import hold_out, split_lone
 from minitrain.data.records import (
@@ -39,7 +40,6 @@ from minitrain.data.sample import Sample
 from minitrain.data.text.corpus import Corpus, join_files, keep_tokens, tokenize
 from minitrain.data.text.token_files import open_tokens
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer, tokenizer_file, with_companions
-from minitrain.data.wording import OPTIONS, SETTINGS, Wording
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Data
