@@ -6,6 +6,7 @@ from functools import partial
 import torch.distributed as dist
 
 from minitrain.parallel.parallelize import parallelize
+from minitrain.parallel.recompute import OFFLOADED
 from minitrain.parallel.shards import to_local
 from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
@@ -13,6 +14,8 @@ from minitrain.run.config.ranks import micro_batches, stated_ranks
 from minitrain.run.launch.start import meshes_of
 from minitrain.settings import Config
 from minitrain.simulator.fake_world import fake_world, trace_step
+from minitrain.simulator.simulate import few_micro_batches, with_balanced_experts
+from minitrain.simulator.simulate_policy import training_config
 from minitrain.training.build import make_model
 from minitrain.training.footprint import GIB, describe_sizes, footprint, on_host
 
@@ -45,6 +48,17 @@ def announce_memory(row: str, config: Config) -> dict[str, float]:
     return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
 
 
+def activations(config: Config, ranks: int) -> tuple[int, int]:
+    """Return the bytes of activations and gathered weights on rank 0 and on its host, at their peaks.
+
+    Those of the few micro-batches that a trace needs: others hold no more.
+    """
+    if config.task == "grpo":
+        config = training_config(config)
+    trace = trace_step(few_micro_batches(with_balanced_experts(config)), ranks)
+    return trace.peak["activations"] + trace.peak["gathered"], trace.host_peak
+
+
 def dry_run(config: Config) -> str:
     """Parallelize the config's model on the meta device and return a line of its sizes.
 
@@ -60,8 +74,12 @@ def dry_run(config: Config) -> str:
         away = on_host(model, config)
     count = micro_batches(config)
     others = "activations"
-    if config.recompute == "offload":
-        others += " of two blocks; those of all others are on the host"
+    if config.recompute in OFFLOADED:
+        kept, left = activations(config, ranks)
+        others = (
+            f"{kept / GIB:.1f} GiB of activations, of two blocks at a time; {left / GIB:.1f} GiB of those of all "
+            f"others are on the host"
+        )
     if away:
         others += f"; {away / GIB:.1f} GiB of optimizer states are on the host"
     return (

@@ -279,12 +279,6 @@ def test_forms_of_fp8_run_the_same_products_on_fp8_units(form):
     assert play.call_args.args[1].fp8 == system.fp8 * {"row": 0.925, "mx": 1.0}[form]
 
 
-def test_copies_to_the_host_are_refused():
-    config = configs.from_dict({"recompute": "offload"})
-    with pytest.raises(InputError, match="recompute=offload is not simulated"):
-        time_traces(config, {}, load_system("dgx-h100"))
-
-
 def test_experts_in_fp32_are_refused():
     config = configs.from_dict(TREE | {"model": "mixtral-8x7b-tiny", "precision": "fp32"})
     with pytest.raises(InputError, match="precision=fp32 is not simulated for experts"):
