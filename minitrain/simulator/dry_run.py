@@ -5,6 +5,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from minitrain.errors import InputError
 from minitrain.parallel.parallelize import parallelize
 from minitrain.parallel.recompute import OFFLOADED
 from minitrain.parallel.shards import to_local
@@ -48,15 +49,23 @@ def announce_memory(row: str, config: Config) -> dict[str, float]:
     return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
 
 
-def activations(config: Config, ranks: int) -> tuple[int, int]:
-    """Return the bytes of activations and gathered weights on rank 0 and on its host, at their peaks.
+def offloaded_activations(config: Config, ranks: int) -> str:
+    """Return in words what rank 0 and its host hold of activations, with their bytes if they can be traced.
 
-    Those of the few micro-batches that a trace needs: others hold no more.
+    The few micro-batches of a trace hold as much as a step's.
     """
     if config.task == "grpo":
         config = training_config(config)
-    trace = trace_step(few_micro_batches(with_balanced_experts(config)), ranks)
-    return trace.peak["activations"] + trace.peak["gathered"], trace.host_peak
+    try:
+        trace = trace_step(few_micro_batches(with_balanced_experts(config)), ranks)
+    except InputError:
+        # a second model, or experts in fp32
+        return "activations of two blocks; those of all others are on the host"
+    kept = (trace.peak["activations"] + trace.peak["gathered"]) / GIB
+    return (
+        f"{kept:.1f} GiB of activations, of two blocks at a time; {trace.host_peak / GIB:.1f} GiB of those of all "
+        f"others are on the host"
+    )
 
 
 def dry_run(config: Config) -> str:
@@ -75,11 +84,7 @@ def dry_run(config: Config) -> str:
     count = micro_batches(config)
     others = "activations"
     if config.recompute in OFFLOADED:
-        kept, left = activations(config, ranks)
-        others = (
-            f"{kept / GIB:.1f} GiB of activations, of two blocks at a time; {left / GIB:.1f} GiB of those of all "
-            f"others are on the host"
-        )
+        others = offloaded_activations(config, ranks)
     if away:
         others += f"; {away / GIB:.1f} GiB of optimizer states are on the host"
     return (

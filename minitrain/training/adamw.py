@@ -15,9 +15,9 @@ With states on the host, a device keeps weights and gradients alone: 4 bytes a p
 bf16, and 8 in fp32. A few million numbers at a time, weights and gradients go to pinned memory, are
 updated there by the same code, and the weights return. The norm that clips needs all gradients
 first; then, while the host updates some numbers, the next ones come and the last ones return. In fp32
-an update moves 28 bytes a number through the host's memory and 12 over the bus, which is faster. So
-but for the first numbers copies are hidden, and to send gradients during the backward pass would gain
-nothing.
+an update moves 28 bytes a number through the host's memory and 12 over the bus, which takes less
+time: all copies but the first and the last are hidden, and to send gradients during the backward pass
+would gain nothing. The next forward pass waits for the whole update.
 """
 
 import hashlib

@@ -47,7 +47,7 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     )
     if optim.name == "muon":
         products = TYPES[optim.newton_schulz]
-        # their products are for the device, and so is their one state
+        # their products run on the device, where their momentum stays
         own = {"params": orthogonal, "newton_schulz": products, "on_host": False}
         groups.append(groups[0] | own)
         return Muon(groups, states, **settings, **rounding, on_host=optim.offload)

@@ -215,3 +215,6 @@ def test_a_dry_run_tells_what_is_on_the_host():
     said = dry_run(from_dict(tree))
     assert "12.7 GiB (weights 6.4, gradients 6.4, optimizer states 0.0) and " in said
     assert "of two blocks at a time; 0.2 GiB of those of all others are on the host; 12.7" in said
+    # experts in fp32, which no trace has
+    said = dry_run(from_dict({"model": "qwen3-30b-a3b-tiny", "recompute": "offload"}))
+    assert "activations of two blocks; those of all others are on the host" in said
