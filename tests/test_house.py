@@ -41,7 +41,7 @@ BUDGETS = {
     "models": 35_500,
     "parallel": 17_050,
     "training": 17_400,
-    "rollout": 23_300,
+    "rollout": 23_350,
     "grpo": 15_050,
     "formats": 19_500,
     "data": 7_600,
