@@ -52,6 +52,7 @@ TIME = {
     "exposed communication": "exposed communication",
     "bubble": "bubble",
     "tail": "not overlapped at the end",
+    "slowest rank": "waiting for the slowest rank",
     "gaps": "device waits for the host",
 }
 # letters of a timeline's lanes, and their names on the page

@@ -1,8 +1,8 @@
 """The decoder-only language model: one class for every family, shaped by its `DecoderConfig`.
 
 Families differ in data, not in code: biases, norms, rotary scaling and activations are fields of
-the config, and `zoo.py` holds their values for each published model. Parameter names are those of
-the Hugging Face checkpoints. Elsewhere: losses (training/loss.py), sharding (parallel/), reading
+the config, and `published/` holds their values for each model. Parameter names are those of the
+Hugging Face checkpoints. Elsewhere: losses (training/loss.py), sharding (parallel/), reading
 weights (formats/hf.py).
 """
 

@@ -1,6 +1,6 @@
 """The shape of a decoder as data, checked before any weights exist.
 
-A family is a choice of these fields. `zoo.py` holds their values for each published model.
+A family is a choice of these fields. `published/` holds their values for each published model.
 `formats/config_hf.py` reads them from a Hugging Face config.json. `decoder.py` builds the model.
 """
 
