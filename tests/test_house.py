@@ -41,7 +41,7 @@ BUDGETS = {
     "models": 36_600,
     "parallel": 17_250,
     "training": 18_700,
-    "rollout": 23_300,
+    "rollout": 23_350,
     "grpo": 15_050,
     "formats": 20_500,
     "data/faults": 1_650,
