@@ -69,7 +69,7 @@ class Data:
     # frames, height and width of mock latents
     size: list[int] = setting(default_factory=lambda: [24, 104, 60])
     # key that holds the text in jsonl, parquet and arrow files; keys of chats are found
-    # automatically (data/chat/chats.py)
+    # automatically (data/chat/keys.py)
     field: str = "text"
     # chat template of fine-tuning: how chats become text
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"
@@ -288,7 +288,7 @@ class GRPO:
     # seconds that decoding waits for answers, until one takes longer: then others go on meanwhile
     environment_wait: float = number(0.1, 0, 1e6)
     # key of the prompt in the lines of data.path; default: the first usual name in a line
-    # (data/chat/problems.py)
+    # (data/chat/read_problems.py)
     prompt_key: str = ""
     answer_key: str = ""  # key of the answer, with which the reward compares; default: likewise
     mock_digits: int = number(4, 1, 1000)  # length of the texts to reverse, with data.kind=mock
