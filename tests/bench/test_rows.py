@@ -419,7 +419,7 @@ def test_a_row_of_ones_own_is_listed_simulated_and_compared_but_not_counted(
 
 
 def test_a_published_row_in_flow_style_is_found_by_its_id(tmp_path, monkeypatch):
-    text = MINE.replace("{source: my cluster", '{id: "mine-1", source: NeMo AutoModel, a table')
+    text = MINE.replace("{source: my cluster", '{id: "mine-1", source: "NeMo AutoModel, a table"')
     (tmp_path / "configs/own").mkdir(parents=True)
     (tmp_path / "configs/own/mine.yaml").write_text(text)
     (tmp_path / "edited.yaml").write_text(text.replace("seq_len: 64", "seq_len: 32"))
