@@ -54,7 +54,7 @@ BUDGETS = {
     "run/config": 10_550,
     "run/launch": 6_250,
     "run/checkpoint": 5_650,
-    "run/monitor": 8_300,
+    "run/monitor": 8_450,
     "run/tasks": 8_500,
     "bench": 16_500,
     "simulator": 21_300,
