@@ -55,12 +55,6 @@ def make_proxy(config: Config, layers: int) -> Config:
         raise InputError(
             f"--proxy={layers} is not a multiple of recompute={every}, which recomputes one block in {every}"
         )
-    interval = getattr(whole, "full_attention_interval", 0)
-    if interval and layers % interval:
-        raise InputError(
-            f"--proxy={layers} is not a multiple of full_attention_interval={interval}: it has too few layers of "
-            "one kind"
-        )
     if config.fp8.form == "tensor" and fp8_experts(config):
         raise InputError(
             "--proxy: one expert per rank, in FP8, has no stand-in on one rank (use fp8.experts=false)"

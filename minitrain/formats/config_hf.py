@@ -67,6 +67,7 @@ NOT_KEPT = {
     "quantization_config",
     "auto_map",
     "transformers_version",
+    "layer_pattern",
     DEPTHS,
     "mtp_hybrid_override_pattern",
     "mtp_layers_block_type",
@@ -151,7 +152,8 @@ def not_trained_with(config: DecoderConfig) -> list[str]:
     extra = config.extra_config
     family = FAMILIES[config.family]
     found = {key: extra[key] for key in family.noise if extra.get(key)}
-    if family.balances and extra.get("output_router_logits") and not config.router_aux_loss_coef:
+    balanced = family.balances and config.num_experts and extra.get("output_router_logits")
+    if balanced and not config.router_aux_loss_coef:
         found["router_aux_loss_coef"] = extra.get("router_aux_loss_coef", 0.001)
     return [f"{key}={value}" for key, value in found.items()]
 
@@ -211,10 +213,6 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
     kinds = ["full_attention"]
     if "sliding_window" in family.fields:
         kinds = ["sliding_attention"] * (family.field("sliding_window_pattern") - 1) + kinds
-    if "full_attention_interval" in family.fields:
-        # a list need not be longer than the one that is given
-        every = min(read_number(raw, "full_attention_interval"), len(given) + 1)
-        kinds = ["linear_attention"] * (every - 1) + kinds
     if any(kind != kinds[i % len(kinds)] for i, kind in enumerate(given)):
         raise InputError(f"layer_types other than {', '.join(kinds)} in turn are not supported")
     key = family.key("hidden_act")
@@ -406,10 +404,6 @@ def _settings(config: DecoderConfig, dtype: torch.dtype) -> dict:
         kinds = ("full_attention", "sliding_attention")
         layers = range(config.num_layers)
         optional["layer_types"] = [kinds[config.windowed(layer)] for layer in layers]
-    if "full_attention_interval" in family.fields:
-        kinds = dict(attention="full_attention", delta="linear_attention")
-        mixers = (config.parts(layer)[0] for layer in range(config.num_layers))
-        optional["layer_types"] = [kinds.get(mixer) for mixer in mixers]
     if family.depth_of:
         optional[DEPTHS] = config.num_nextn_predict_layers
     # null would be read as the family's default

@@ -49,7 +49,8 @@ def peft_module(path: str, config: Config) -> str:
 
     In Nemotron-H attention, Mamba and MLP are all called `mixer`.
     """
-    if "shared_expert_intermediate_size" in FAMILIES.get(config.family, PLAIN).fields:
+    if getattr(config, "shared_expert_gate", False):
+        # Qwen's
         path = path.replace("shared_experts.", "shared_expert.")
     if config.family == "nemotron_h":
         return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path)
@@ -100,5 +101,5 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size, config: Config) -> T
 
 def _is_separated(name: str, config: Config) -> bool:
     """Return True if PEFT has all gate rows before all up rows, as for all families but GPT-OSS."""
-    family = FAMILIES.get(config.family, PLAIN)
-    return not family.stacked and "gate_up_proj" in name
+    stacks = FAMILIES.get(config.family, PLAIN).stacks
+    return "gate_up_proj" in name and not (stacks and stacks.alternating)

@@ -8,11 +8,14 @@ import re
 
 from minitrain.errors import InputError
 from minitrain.formats.json_files import read_number
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.formats.nemotron_h import letters_of
+from minitrain.models.decoder_config import LIMITS, DecoderConfig
 
 DEPTHS = "num_nextn_predict_layers"
 # Qwen3.5's key of the same number
 QWEN3_5_DEPTHS = "mtp_num_hidden_layers"
+# kind of layer in `layer_types` -> its letter in `layer_pattern`
+LETTERS = dict(linear_attention="d", full_attention="a")
 # defaults of keys
 HEAD_DIM = 256
 INTERVAL = 4
@@ -26,18 +29,23 @@ MTP_NAMES = {
 
 
 def with_defaults(raw: dict) -> dict:
-    """Return config.json with what it leaves out, and the interval of attention in `layer_types`.
+    """Return config.json with its layers as letters, and with what it leaves out.
 
     Qwen3-Next does not say that its files have a layer of multi-token prediction, so it may have one.
     """
-    kinds = raw.get("layer_types")
-    every = read_number(raw, "full_attention_interval", default=INTERVAL)
-    if isinstance(kinds, list):
-        # other lists than one of layers in turn are refused later
-        first = [*kinds, "full_attention"].index("full_attention") + 1
-        every = first if first <= len(kinds) else max(first, every)
     depths = raw.get(QWEN3_5_DEPTHS, 1)
-    return {"head_dim": HEAD_DIM, DEPTHS: depths} | raw | dict(full_attention_interval=every)
+    raw = {"head_dim": HEAD_DIM, DEPTHS: depths} | raw
+    most = LIMITS["num_layers"]
+    every = min(read_number(raw, "full_attention_interval", default=INTERVAL), most + 1)
+    raw.pop("full_attention_interval", None)
+    layers = raw.pop("layer_types", None)
+    if layers is None:
+        # the last of so many has attention
+        count = min(read_number(raw, "num_hidden_layers"), most)
+        kinds = ["linear_attention"] * (every - 1) + ["full_attention"]
+        layers = (kinds * count)[:count]
+    pattern = letters_of("layer_types", layers, LETTERS)
+    return raw | dict(layer_pattern=pattern if "d" in pattern else "")
 
 
 def read(raw: dict) -> dict:
@@ -48,8 +56,14 @@ def read(raw: dict) -> dict:
 
 
 def write(config: DecoderConfig, settings: dict) -> dict:
-    """Return config.json with the number of depths under both keys."""
-    return settings | {QWEN3_5_DEPTHS: config.num_nextn_predict_layers}
+    """Return config.json with names of layers, and with the number of depths under both keys."""
+    names = {letter: name for name, letter in LETTERS.items()}
+    pattern = config.layer_pattern or "a" * config.num_layers
+    own = {
+        "layer_types": [names.get(letter, letter) for letter in pattern],
+        QWEN3_5_DEPTHS: config.num_nextn_predict_layers,
+    }
+    return {key: settings[key] for key in settings if key != "layer_pattern"} | own
 
 
 def depth_of(key: str, layers: int) -> int | None:

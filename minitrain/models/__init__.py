@@ -1,6 +1,6 @@
 """Plain networks in PyTorch, with the parameter names of the hub's checkpoints.
 
-Here: shapes as data (decoder_config, wan_config) and the published ones (zoo); the
+Here: shapes as data (decoder_config, wan_config) and the published ones (published, zoo); the
 language model (decoder, with attention, mla, moe, router, mamba, delta, mtp, layers, rope_scaling)
 and the diffusion transformer (wan, video); kernels (flex, merged_attention, grouped_mm, quantize);
 variants of modules (variants; lora, frozen; fp8, fp8_forms); cpu.py, the only file that knows a

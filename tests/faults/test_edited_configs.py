@@ -220,8 +220,7 @@ def fewer_layers(shape: DecoderConfig | WanConfig) -> DecoderConfig | WanConfig:
         return dataclasses.replace(shape, num_layers=1)
     dense = min(shape.first_k_dense_replace, 1)
     pattern = "".join(dict.fromkeys(shape.layer_pattern))
-    kinds = max(shape.full_attention_interval, 1 + dense)
-    layers = len(pattern) or min(shape.num_layers, kinds)
+    layers = len(pattern) or min(shape.num_layers, 1 + dense)
     return dataclasses.replace(
         shape, num_layers=layers, first_k_dense_replace=dense, layer_pattern=pattern
     )

@@ -211,7 +211,6 @@ def test_initial_values():
     "changes, message",
     [
         (dict(linear_num_key_heads=3), "linear_num_key_heads=3 does not divide linear_num_value"),
-        (dict(layer_pattern="M*M*"), "full_attention_interval=2 is for models without layer_pat"),
         (
             dict(shared_expert_intermediate_size=0),
             "shared_expert_gate=True needs shared_expert_i",

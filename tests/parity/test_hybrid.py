@@ -238,10 +238,11 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
         ("qwen3-next", dict(linear_num_key_heads=4), ["linear_num_key_heads=4 does not divide"]),
         (
             "qwen3-next",
-            dict(layer_types=["linear_attention", "full_attention", "full_attention"]),
-            ["layer_types other than linear_attention, full_attention in turn"],
+            dict(layer_types=["mamba"] * 3),
+            ["layer_types has 'mamba', which is none"],
         ),
         ("qwen3.5", dict(layer_types=None, full_attention_interval="4"), ["interval='4'"]),
+        ("qwen3.5", dict(num_hidden_layers=4), ["'dda' has 3 letters", "num_hidden_layers=4"]),
         ("qwen3.5", dict(attn_output_gate=False), ["attn_output_gate=False"]),
         ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
         ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),

@@ -57,6 +57,8 @@ CASES = {  # family: Linears, parameters
     ),
     "qwen3.5": (["in_proj_qkv", "in_proj_z", "o_proj"], None),
     "nemotron_h": (r".*\.(q_proj|in_proj)", ["experts.up_proj", "experts.down_proj"]),
+    "granite": (LINEARS, None),
+    "granite-4": (["q_proj", "o_proj", "in_proj", "out_proj"], None),
     "nemotron_h-latent": (
         ["q_proj", "in_proj", "fc1_latent_proj"],
         ["experts.up_proj", "experts.down_proj"],
