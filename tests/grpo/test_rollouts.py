@@ -17,8 +17,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from minitrain import Sampler, load_pretrained, save_pretrained
-from minitrain.data.chat.problems import answer_of, open_problems
-from minitrain.data.records import Skips, read_records
+from minitrain.data.chat.problems import open_problems
+from minitrain.data.chat.read_problems import answer_of
+from minitrain.data.faults.skips import Skips
+from minitrain.data.records import read_records
 from minitrain.errors import InputError
 from minitrain.examples.reversal import reversals
 from minitrain.grpo import rollouts

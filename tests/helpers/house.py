@@ -17,6 +17,7 @@ ROOMS = (
     "rollout",
     "grpo",
     "formats",
+    "data/faults",
     "data",
     "data/text",
     "data/chat",

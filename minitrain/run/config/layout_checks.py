@@ -226,8 +226,8 @@ def _layout_faults(config: Config, world_size: int) -> Faults:
     yield (
         p.dp_shard != -1 and others * p.dp_shard != world_size,
         f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} x {product} = {others * p.dp_shard} is not "
-        f"the number of ranks, {world_size} (start so many with torchrun; bench.py's --dry-run, --simulate and "
-        f"--shrink need none)",
+        f"the number of ranks, {world_size} (start so many with torchrun; of bench.py, --proxy 2 needs one GPU, "
+        f"--dry-run, --simulate and --shrink none)",
     )
     if p.ep > 1:
         yield from expert_layout_faults(config, world_size // (p.dp_replicate * p.pp))
