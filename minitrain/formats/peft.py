@@ -75,7 +75,8 @@ PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"
 UNREADABLE = {
     # PEFT would apply these names to the stacks of experts
     **dict.fromkeys(
-        ("deepseek_v3", "qwen3_next", "qwen3_5_moe_text"), ("down_proj", "gate_proj", "up_proj")
+        ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"),
+        ("down_proj", "gate_proj", "up_proj"),
     ),
     # PEFT refuses this one, because Mamba's kernels read its weight without calling the module
     "nemotron_h": ("out_proj",),

@@ -50,7 +50,7 @@ RULES = {".mamba.": initialize_mamba, ".linear_attn.": initialize_delta}
 class Block(nn.Module):
     """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or only one of them.
 
-    Norms stand before mixer and MLP, or after them (OLMo 3): see `norm_position`.
+    Norms stand before mixer and MLP, after them (OLMo 3), or both (Gemma 3): see `norm_position`.
     """
 
     def __init__(self, config: DecoderConfig, layer: int):
@@ -63,7 +63,7 @@ class Block(nn.Module):
         self.residual_multiplier = config.residual_multiplier
 
         def norm(position: str) -> nn.Module:
-            if config.norm_position != position:
+            if config.norm_position not in (position, "both"):
                 return nn.Identity()
             return NORMS[config.norm](hidden, eps=config.norm_eps)
 

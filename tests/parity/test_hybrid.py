@@ -228,6 +228,22 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
             dict(num_experts_per_tok=9),
             ["num_experts_per_tok=9", "n_routed_experts=8"],
         ),
+        (
+            "granite-4",
+            dict(layer_types=["mamba", "conv"]),
+            ["layer_types has 'conv', which is none"],
+        ),
+        ("granite-4", dict(layer_types=["mamba"]), ["layer_pattern='m' has 1 letters"]),
+        ("granite-4", dict(mamba_proj_bias=True), ["mamba_proj_bias=True"]),
+        (
+            "granite-4",
+            dict(mamba_d_head=13),
+            ["mamba_d_head=13 must be mamba_expand x hidden_size"],
+        ),
+        ("granite-4", dict(mamba_d_head="x"), ["mamba_d_head='x' must be a whole number"]),
+        ("granite-4", dict(time_step_limit=[0.0, 1.0]), ["time_step_limit=[0.0, 1.0]"]),
+        ("granite-4", dict(shared_intermediate_size=0), ["shared_intermediate_size=0 must be"]),
+        ("granite-4", dict(logits_scaling=0), ["logits_scaling=0.0 must be above 0"]),
         ("qwen3-next", dict(decoder_sparse_step=2), ["decoder_sparse_step=2"]),
         ("qwen3-next", dict(mlp_only_layers=[1]), ["mlp_only_layers=[1]"]),
         (

@@ -57,6 +57,10 @@ CASES = {  # family: Linears, parameters
     ),
     "qwen3.5": (["in_proj_qkv", "in_proj_z", "o_proj"], None),
     "nemotron_h": (r".*\.(q_proj|in_proj)", ["experts.up_proj", "experts.down_proj"]),
+    "glm-4.5": (["q_proj", "v_proj"], EXPERTS),
+    "minimax-m2": (["q_proj"], EXPERTS),
+    "olmo3": (LINEARS, None),
+    "gemma3": (LINEARS, None),
     "granite": (LINEARS, None),
     "granite-4": (["q_proj", "o_proj", "in_proj", "out_proj"], None),
     "nemotron_h-latent": (
@@ -590,6 +594,8 @@ def test_a_shared_expert_is_called_as_in_transformers(name, theirs):
     [
         ("deepseek-v3-tiny", list(TARGETS), "this model's down_proj, gate_proj, up_proj, but"),
         ("deepseek-v3-tiny", ["q_a_proj", "experts.down_proj"], None),
+        ("glm-4.5-tiny", ["down_proj", "experts.down_proj"], "this model's down_proj, but"),
+        ("granite-4.0-h-micro-tiny", ["q_proj", "up_proj"], "this model's up_proj, but"),
         ("kimi-k2-tiny", ["mlp.gate_proj"], "this model's gate_proj, but"),
         ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "out_proj"], "this model's out_proj, but"),
         (
