@@ -44,7 +44,7 @@ BUDGETS = {
     "training": 18_700,
     "rollout": 23_400,
     "grpo": 15_300,
-    "formats": 21_500,
+    "formats": 21_700,
     "data/faults": 1_650,
     "data": 7_600,
     "data/text": 6_700,
