@@ -169,7 +169,7 @@ def all_to_stored(
     waiting = {}
     for name, tensor in tensors:
         part, count = family.fused_part(name)
-        if count > 1 and ".experts." not in name:
+        if count > 1:
             parts = waiting.setdefault(family.stored_name(name, config.num_layers), {})
             parts[part] = tensor
             if len(parts) < count:
