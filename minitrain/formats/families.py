@@ -5,9 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minitrain.errors import InputError
-from minitrain.formats import deepseek_v3, gemma3, gpt2, granite, nemotron_h
-from minitrain.formats.json_files import read_number
+from minitrain.formats import deepseek_v3, gemma3, gpt2, granite, minimax_m2, nemotron_h, smollm3
 from minitrain.models.decoder_config import DecoderConfig
 
 # norm of `DecoderConfig` -> key of its epsilon
@@ -162,10 +160,10 @@ class Family:
         return self.keys.get(name, name)
 
     def fused_part(self, name: str) -> tuple[int, int]:
-        """Return which part of a stored tensor our parameter is, and of how many: (0, 1) of its own."""
-        *_, module, _ = ("", "", *name.split("."))
-        in_one = module in self.fused
-        return (self.fused.index(module), len(self.fused)) if in_one else (0, 1)
+        """Return which part of a stored tensor our parameter is, and of how many: (0, 1) if of one."""
+        # ...self_attn.q_proj.weight -> q_proj
+        module = name.split(".")[-2:][0]
+        return (self.fused.index(module), len(self.fused)) if module in self.fused else (0, 1)
 
     def stored_name(self, name: str, layers: int) -> str:
         """Return the stored name of our parameter. For experts see layouts_hf.py.
@@ -176,35 +174,6 @@ class Family:
             return self.renamed(name, layers)
         parts = "|".join(re.escape(part) for part in sorted(self.renamed, key=len, reverse=True))
         return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
-
-
-def with_smollm3_defaults(raw: dict) -> dict:
-    """Return SmolLM3's config.json with what it leaves out.
-
-    Raises InputError where its list of layers that rotate says another thing.
-    """
-    raw = dict(no_rope_layer_interval=4, tie_word_embeddings=True) | raw
-    given = raw.get("no_rope_layers")
-    every = read_number(raw, "no_rope_layer_interval")
-    if given is None:
-        return raw
-    listed = given if isinstance(given, list) else []
-    regular = all(turns == int(not every or i % every != 0) for i, turns in enumerate(listed, 1))
-    if not regular or len(listed) < read_number(raw, "num_hidden_layers"):
-        raise InputError(
-            f"no_rope_layers={given!r} is not supported (must be 0 for one of "
-            f"no_rope_layer_interval={every} layers, the last, and 1 for the others)"
-        )
-    return raw
-
-
-def with_rotary_share(raw: dict) -> dict:
-    """Return MiniMax-M2's config.json with `partial_rotary_factor`, where it has `rotary_dim`."""
-    if raw.get("rotary_dim") is None or raw.get("partial_rotary_factor") is not None:
-        return raw
-    rotated = read_number(raw, "rotary_dim")
-    share = rotated / max(1, read_number(raw, "head_dim", default=128))
-    return raw | dict(partial_rotary_factor=share)
 
 
 # for models without an entry in FAMILIES, such as Wan
@@ -225,7 +194,7 @@ FAMILIES = {
         NO_BIAS | dict(use_sliding_window=False),
         fields=_keys("no_rope_layer_interval"),
         rope_theta=2e6,
-        defaults=with_smollm3_defaults,
+        defaults=smollm3.with_defaults,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
@@ -355,7 +324,7 @@ FAMILIES = {
         noise=("attention_dropout", "router_jitter_noise"),
         balances=True,
         can_classify=False,
-        defaults=with_rotary_share,
+        defaults=minimax_m2.with_rotary_share,
         write=lambda config, settings: settings | dict(rotary_dim=config.rotary_dim),
         renamed={".mlp.": ".block_sparse_moe.", ".mlp.gate.e_score": ".block_sparse_moe.e_score"},
         expert_matrices=MIXTRAL,
