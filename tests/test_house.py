@@ -44,7 +44,7 @@ BUDGETS = {
     "training": 18_700,
     "rollout": 23_400,
     "grpo": 15_300,
-    "formats": 20_600,
+    "formats": 20_800,
     "data/faults": 1_650,
     "data": 7_600,
     "data/text": 6_700,
