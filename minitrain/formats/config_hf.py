@@ -67,6 +67,7 @@ NOT_KEPT = {
     "quantization_config",
     "auto_map",
     "transformers_version",
+    "layer_pattern",
     DEPTHS,
     "mtp_hybrid_override_pattern",
     "mtp_layers_block_type",
@@ -140,7 +141,8 @@ def not_trained_with(config: DecoderConfig) -> list[str]:
     extra = config.extra_config
     family = FAMILIES[config.family]
     found = {key: extra[key] for key in family.noise if extra.get(key)}
-    if family.balances and extra.get("output_router_logits") and not config.router_aux_loss_coef:
+    balanced = family.balances and config.num_experts and extra.get("output_router_logits")
+    if balanced and not config.router_aux_loss_coef:
         found["router_aux_loss_coef"] = extra.get("router_aux_loss_coef", 0.001)
     return [f"{key}={value}" for key, value in found.items()]
 
@@ -199,7 +201,10 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
     given = given if isinstance(given, list) else [given]
     kinds = ["full_attention"]
     if "sliding_window" in family.fields:
-        kinds = ["sliding_attention"] * (family.field("sliding_window_pattern") - 1) + kinds
+        key = "sliding_window_pattern"
+        every = read_number(raw, key) if key in family.fields else family.field(key)
+        # a list need not be longer than the one that is given
+        kinds = ["sliding_attention"] * (min(every, len(given) + 1) - 1) + kinds
     if any(kind != kinds[i % len(kinds)] for i, kind in enumerate(given)):
         raise InputError(f"layer_types other than {', '.join(kinds)} in turn are not supported")
     key = family.key("hidden_act")

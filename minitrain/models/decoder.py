@@ -36,14 +36,17 @@ RESIDUAL_OUTPUTS = (
     "down_proj.weight",
     "fc2_latent_proj.weight",
 )
-# RMSNorms whatever `norm` is
-ALWAYS_RMS = ("q_norm.weight", "k_norm.weight", "_a_layernorm.weight")
+# norms that add 1 to their weight -> those of such a model that do not
+AROUND_0 = {
+    "layernorm1p": ("q_norm.weight", "k_norm.weight", "_a_layernorm.weight"),
+    "rmsnorm1p": ("_a_layernorm.weight",),
+}
 
 
 class Block(nn.Module):
     """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or only one of them.
 
-    Norms stand before mixer and MLP, or after them (OLMo 3): see `norm_position`.
+    Norms stand before mixer and MLP, after them (OLMo 3), or both (Gemma 3): see `norm_position`.
     """
 
     def __init__(self, config: DecoderConfig, layer: int):
@@ -53,9 +56,10 @@ class Block(nn.Module):
         # whether its attention has a window, and rotary embeddings
         self.windowed = config.windowed(layer)
         self.rotates = config.rotates(layer)
+        self.residual_multiplier = config.residual_multiplier
 
         def norm(position: str) -> nn.Module:
-            if config.norm_position != position:
+            if config.norm_position not in (position, "both"):
                 return nn.Identity()
             return NORMS[config.norm](hidden, eps=config.norm_eps)
 
@@ -95,15 +99,19 @@ class Block(nn.Module):
         """
         if self.self_attn is not None:
             mixed = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
-            x = x + self.mixer_output_norm(mixed)
+            x = self.add(x, self.mixer_output_norm(mixed))
         if self.mamba is not None:
             mixed = self.mamba(self.input_layernorm(x), document_ids, cache)
-            x = x + self.mixer_output_norm(mixed)
+            x = self.add(x, self.mixer_output_norm(mixed))
         if self.mlp is None or (cache is not None and cache.output_unused):
             return x
         normed = self.post_attention_layernorm(x)
         inputs = (document_ids, cache) if isinstance(self.mlp, MoE) else ()
-        return x + self.mlp_output_norm(self.mlp(normed, *inputs))
+        return self.add(x, self.mlp_output_norm(self.mlp(normed, *inputs)))
+
+    def add(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the residual stream with the output of a mixer or MLP, [batch, seq, hidden] each."""
+        return torch.add(x, output, alpha=self.residual_multiplier)
 
 
 class MTPBlock(MTPMixin, Block):
@@ -191,7 +199,7 @@ class Decoder(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)[None]
         if self.first:
             # [batch, seq, hidden]
-            x = self.model.embed_tokens(x)
+            x = self.embed(x)
             if self.config.position_embedding == "learned":
                 x = x + self.model.embed_positions(positions)
         run = self._runner(positions, document_ids, cache)
@@ -200,14 +208,14 @@ class Decoder(nn.Module):
                 x = run(number, x)
         if not self.last:
             return x
-        x = self.model.norm(x)
+        x = self.scale_logits(self.model.norm(x))
         # [batch, seq, hidden]; tensor parallelism gathers seq
         hidden = self.gather(x)
         weight = self.head_weight
         result = F.linear(hidden, weight) if head is None else head(hidden, weight, labels)
         for depth in range(self.config.num_nextn_predict_layers) if mtp is not None else ():
-            embedded = self.model.embed_tokens(next_tokens[..., depth])
-            x = run(str(self.config.num_layers + depth), x, embedded)
+            embedded = self.embed(next_tokens[..., depth])
+            x = self.scale_logits(run(str(self.config.num_layers + depth), x, embedded))
             result = result + mtp(depth, self.gather(x), weight)
         return result
 
@@ -232,7 +240,20 @@ class Decoder(nn.Module):
             positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         run = self._runner(positions, document_ids, cache)
         number = str(self.config.num_layers + depth)
-        return self.gather(run(number, self.split(hidden), self.model.embed_tokens(tokens)))
+        x = run(number, self.split(hidden), self.embed(tokens))
+        return self.gather(self.scale_logits(x))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return tokens' embeddings, [batch, seq, hidden]. tokens: int [batch, seq]."""
+        x = self.model.embed_tokens(tokens)
+        multiplier = self.config.embedding_multiplier
+        # rounded to the type of embeddings first, as Gemma was trained
+        return x if multiplier == 1 else x * x.new_full((), multiplier)
+
+    def scale_logits(self, hidden: Tensor) -> Tensor:
+        """Return what the head gets, [batch, seq, hidden]: logits are divided where x is narrow."""
+        scaling = self.config.logits_scaling
+        return hidden if scaling == 1 else hidden / scaling
 
     def _runner(
         self, positions: Tensor, document_ids: Tensor | None, cache
@@ -323,9 +344,8 @@ class Decoder(nn.Module):
         if tensor.ndim > 1 and not name.endswith("bias"):
             tensor.normal_(0, self._initial_std(name), generator=generator)
         elif name.endswith("norm.weight"):
-            # LayerNorm1P adds 1 to its weight
-            around_0 = self.config.norm == "layernorm1p" and not name.endswith(ALWAYS_RMS)
-            tensor.fill_(0 if around_0 else 1)
+            others = AROUND_0.get(self.config.norm)
+            tensor.fill_(1 if others is None or name.endswith(others) else 0)
         else:
             tensor.zero_()
 

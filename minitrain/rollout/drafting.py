@@ -130,7 +130,7 @@ def check_draft(config: DecoderConfig, draft: DecoderConfig | str) -> None:
             raise InputError(f"{told} (use a draft model's folder, or nothing)")
         return
     check_vocabulary(config, draft, "draft model")
-    if "M" in draft.layer_pattern:
+    if draft.is_recurrent:
         told = "the draft model has Mamba layers, whose states cannot be taken back"
         raise InputError(f"{told} (use one of attention alone)")
 

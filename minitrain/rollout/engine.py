@@ -427,7 +427,7 @@ class Sampler(Texts):
     def _allocate(self) -> None:
         settings = self.settings
         # no prefix caching with Mamba layers: only a sequence's last state is kept
-        reuse = "M" not in self.config.layer_pattern
+        reuse = not self.config.is_recurrent
         size = settings.page_size
         self.page_count = page_count(
             self.cached, settings, self.rows, self.longest, self.page_count, self.records

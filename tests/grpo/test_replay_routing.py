@@ -12,8 +12,9 @@ import torch
 
 from minitrain import Sampler, SamplingParams, train
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Response, pack_micro_batches, packed_routes, response_example
+from minitrain.grpo.batches import pack_micro_batches, response_example
 from minitrain.grpo.policy_trainer import PolicyTrainer
+from minitrain.grpo.responses import Response, packed_routes
 from minitrain.models.router import Router
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.run.config import load as configs

@@ -27,7 +27,7 @@ from tests.helpers.hf_models import (
     reload,
 )
 
-HYBRIDS = [name for name in HYBRID_CONFIGS if name != "gpt2"]
+HYBRIDS = [name for name in HYBRID_CONFIGS if name.startswith("nemotron_h")]
 PUBLISHED = [
     dict(layers_block_type=None, hybrid_override_pattern="ME*-ME"),
     dict(layers_block_type=["mamba", "moe", "attention", "mlp", "mamba", "moe"]),
@@ -219,6 +219,22 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
             dict(num_experts_per_tok=9),
             ["num_experts_per_tok=9", "n_routed_experts=8"],
         ),
+        (
+            "granite-4",
+            dict(layer_types=["mamba", "conv"]),
+            ["layer_types has 'conv', which is none"],
+        ),
+        ("granite-4", dict(layer_types=["mamba"]), ["layer_pattern='m' has 1 letters"]),
+        ("granite-4", dict(mamba_proj_bias=True), ["mamba_proj_bias=True"]),
+        (
+            "granite-4",
+            dict(mamba_d_head=13),
+            ["mamba_d_head=13 must be mamba_expand x hidden_size"],
+        ),
+        ("granite-4", dict(mamba_d_head="x"), ["mamba_d_head='x' must be a whole number"]),
+        ("granite-4", dict(time_step_limit=[0.0, 1.0]), ["time_step_limit=[0.0, 1.0]"]),
+        ("granite-4", dict(shared_intermediate_size=0), ["shared_intermediate_size=0 must be"]),
+        ("granite-4", dict(logits_scaling=0), ["logits_scaling=0.0 must be above 0"]),
         ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
         ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
         ("gpt2", dict(activation_function="relu"), [": activation_function='relu'", "gelu_new"]),
