@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minitrain.errors import InputError
-from minitrain.formats import deepseek_v3, gemma3, gpt2, granite, nemotron_h
+from minitrain.formats import deepseek_v3, gemma3, gpt2, granite, nemotron_h, qwen3_next
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
@@ -213,6 +213,33 @@ PLAIN = Family("")
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
 QWEN3 = dict(attention_bias=False, use_sliding_window=False)
+# Qwen3-Next, Qwen3.5, and those of them with experts
+DELTA = dict(
+    fields=_keys(
+        "layer_pattern linear_num_key_heads linear_num_value_heads"
+        " linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
+    ),
+    fixed=dict(norm="rmsnorm1p", qk_norm=True, attn_output_gate=True),
+    partial_rotary=0.25,
+    defaults=qwen3_next.with_defaults,
+    read=qwen3_next.read,
+    write=qwen3_next.write,
+    renamed=qwen3_next.stored_name,
+    depth_of=qwen3_next.depth_of,
+    needed=lambda config: ("num_experts", "shared_expert_intermediate_size"),
+)
+DELTA_EXPERTS = DELTA | dict(
+    fields=DELTA["fields"]
+    | _keys(
+        "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+    ),
+    fixed=DELTA["fixed"] | dict(shared_expert_gate=True),
+    balances=True,
+)
+# in files that have a vision tower too
+WITH_VISION = dict(
+    full_name=qwen3_next.full_name, ignored=r"model\.visual\..*", can_classify=False
+)
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", NO_BIAS, heads_divide=True),
@@ -452,6 +479,25 @@ FAMILIES = {
         renamed=granite.RENAMED,
         fused=("gate_proj", "up_proj"),
         stacks=Stacks(),
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        dict(attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[]),
+        quantized="fp8",
+        norm_topk=True,
+        **DELTA_EXPERTS | dict(fixed=DELTA_EXPERTS["fixed"] | dict(linear_fused_proj=True)),
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        dict(attention_bias=False, attn_output_gate=True),
+        **DELTA | WITH_VISION,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        dict(attention_bias=False, attn_output_gate=True),
+        # it has no dense MLPs
+        keys={"intermediate_size": "moe_intermediate_size"},
+        **DELTA_EXPERTS | WITH_VISION,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -5,6 +5,7 @@ A family is a choice of these fields. `published/` holds their values for each p
 """
 
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -37,7 +38,7 @@ LAYER_PARTS = {
     "-": (None, "mlp"),
 }
 # the mixer of a layer that has an MLP too, or experts, by its letter
-MIXERS = {"m": "mamba", "a": "attention"}
+MIXERS = {"m": "mamba", "d": "delta", "a": "attention"}
 
 # The largest sizes: above those of any model, and below those that overflow or take minutes to
 # allocate. A config.json may be wrong or hostile, and the model is built before weights are read.
@@ -90,6 +91,11 @@ class MambaShape:
         return self.heads * self.head_dim
 
     @property
+    def states(self) -> tuple[int, int, int]:
+        """Return the shape of the states of a group's heads."""
+        return self.heads // self.groups, self.head_dim, self.state
+
+    @property
     def projected(self) -> list[int]:
         """Return the rows of in_proj: z, x, B, C, dt."""
         return [self.width, *self.convolved, self.heads]
@@ -99,16 +105,43 @@ class MambaShape:
         """Return the channels of the convolution: x, B, C."""
         return [self.width, self.groups * self.state, self.groups * self.state]
 
-    def rows(self, parts: list[int]) -> list[tuple[int, int, int]]:
-        """Return how `by_group` moves ranges of rows: (first row after it, before it, count)."""
-        found = []
-        after = 0
-        for group in range(self.groups):
-            for i, part in enumerate(parts):
-                size = part // self.groups
-                found.append((after, sum(parts[:i]) + group * size, size))
-                after += size
-        return found
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """The shape of a gated DeltaNet, in the letters of delta.py.
+
+    groups: G, heads of keys and queries, each of key_dim K.
+    heads: heads of values, a multiple of G, each of head_dim P.
+    conv: the taps of the convolution.
+    fused: two projections, of [q k v z] and [b a], not four, of [q k v], z, b and a.
+    """
+
+    groups: int
+    key_dim: int
+    heads: int
+    head_dim: int
+    conv: int
+    fused: bool = False
+
+    @property
+    def width(self) -> int:
+        """Return the channels of v, of z and of the output."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> list[int]:
+        """Return the channels of the convolution: q, k, v."""
+        return [self.groups * self.key_dim, self.groups * self.key_dim, self.width]
+
+    @property
+    def states(self) -> tuple[int, int, int]:
+        """Return the shape of the states of a group's heads."""
+        return self.heads // self.groups, self.key_dim, self.head_dim
+
+
+def state_elements(shape: MambaShape | DeltaShape) -> int:
+    """Return the number of elements of the states of all heads of a layer."""
+    return shape.groups * math.prod(shape.states)
 
 
 @dataclass(frozen=True)
@@ -163,6 +196,7 @@ class DecoderConfig:
     # rope_theta of layers with a window, which have no rope_scaling then; 0: as in other layers
     window_rope_theta: float = 0.0
     no_rope_layer_interval: int = 0  # one of so many layers, the last, rotates nothing; 0: none
+    attn_output_gate: bool = False  # q_proj makes a gate of each output channel, too
 
     # --- latent attention
 
@@ -179,6 +213,7 @@ class DecoderConfig:
     moe_intermediate_size: int = 0  # channels inside an expert
     first_k_dense_replace: int = 0  # the number of first layers that have no experts
     shared_expert_intermediate_size: int = 0  # of one that sees every token; 0: there is none
+    shared_expert_gate: bool = False  # the shared expert's output is multiplied by a gate
     moe_latent_size: int = 0  # width that experts work on, if not hidden_size
     expert_bias: bool = False  # router and experts have biases
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with selection bias
@@ -200,6 +235,15 @@ class DecoderConfig:
     conv_kernel: int = 4  # taps of the convolution
     mamba_chunk_size: int = 128  # tokens that are computed at once
     time_step_min: float = 0.0  # the least dt
+
+    # --- gated DeltaNet
+
+    linear_num_key_heads: int = 16  # heads of queries and of keys
+    linear_num_value_heads: int = 32  # heads of values, of which several share a key head
+    linear_key_head_dim: int = 128  # channels of a head of queries and keys
+    linear_value_head_dim: int = 128  # channels of a head of values
+    linear_conv_kernel_dim: int = 4  # taps of the convolution
+    linear_fused_proj: bool = False  # two projections, as in Qwen3-Next, not four
 
     # --- files
 
@@ -269,6 +313,10 @@ class DecoderConfig:
             kept * each < chosen,
             f"model.num_experts_per_tok={chosen} exceeds the {kept * each} experts of topk_group={kept} groups",
         )
+        yield (
+            self.shared_expert_gate and not self.shared_expert_intermediate_size,
+            "model.shared_expert_gate=True needs shared_expert_intermediate_size",
+        )
         dense = self.first_k_dense_replace or "-" in self.layer_pattern
         yield (
             self.mlp not in DENSE_MLPS and dense,
@@ -289,6 +337,15 @@ class DecoderConfig:
         yield (
             self.qk_norm_over_heads and not self.qk_norm,
             "model.qk_norm_over_heads=True needs qk_norm=true",
+        )
+        gated = self.attn_output_gate
+        yield (
+            self.qk_norm_over_heads and (gated or self.norm == "rmsnorm1p"),
+            "model.qk_norm_over_heads=True is not for norm=rmsnorm1p or attn_output_gate=true",
+        )
+        yield (
+            gated and self.kv_lora_rank,
+            "model.attn_output_gate=True is not for latent attention (kv_lora_rank)",
         )
         yield (
             heads % groups,
@@ -345,7 +402,7 @@ class DecoderConfig:
         yield (
             unknown,
             f"{told}: letter {unknown!r} is not one of {' '.join(letters)} (M Mamba-2, * attention, "
-            "E experts, - MLP; m Mamba-2, a attention, each with experts or an MLP)",
+            "E experts, - MLP; m Mamba-2, d gated DeltaNet, a attention, each with experts or an MLP)",
         )
         yield (
             "E" in pattern and not self.num_experts,
@@ -361,6 +418,12 @@ class DecoderConfig:
             heads % groups,
             f"model.mamba_n_groups={groups} does not divide mamba_num_heads={heads}",
         )
+        heads = self.linear_num_value_heads
+        groups = self.linear_num_key_heads
+        yield (
+            heads % groups,
+            f"model.linear_num_key_heads={groups} does not divide linear_num_value_heads={heads}",
+        )
 
     @property
     def rotary_dim(self) -> int:
@@ -371,9 +434,9 @@ class DecoderConfig:
         )
 
     def parts(self, layer: int) -> tuple[str | None, str | None]:
-        """Return a layer's mixer, "attention" or "mamba", and "mlp" or "moe"; one may be None.
+        """Return a layer's mixer, attention, mamba or delta, and mlp or moe; one may be None.
 
-        Those from num_layers on are of multi-token prediction, and have both.
+        Those from num_layers on are of multi-token prediction, and have attention and an MLP.
         """
         letter = (
             self.layer_pattern[layer] if self.layer_pattern and layer < self.num_layers else "a"
@@ -382,11 +445,6 @@ class DecoderConfig:
             return LAYER_PARTS[letter]
         sparse = self.num_experts and layer >= self.first_k_dense_replace
         return MIXERS[letter], "moe" if sparse else "mlp"
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Return whether layers carry states, which cannot be taken back to an earlier token."""
-        return any(self.parts(layer)[0] == "mamba" for layer in range(self.num_layers))
 
     @property
     def all_layers(self) -> range:
@@ -420,6 +478,26 @@ class DecoderConfig:
             self.mamba_chunk_size,
             self.time_step_min,
         )
+
+    @property
+    def delta(self) -> DeltaShape:
+        return DeltaShape(
+            self.linear_num_key_heads,
+            self.linear_key_head_dim,
+            self.linear_num_value_heads,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+            self.linear_fused_proj,
+        )
+
+    def recurrence(self, layer: int) -> MambaShape | DeltaShape | None:
+        """Return the shape of a layer's mixer if it carries a state along the sequence."""
+        return {"mamba": self.mamba, "delta": self.delta}.get(self.parts(layer)[0])
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return whether layers carry states, which cannot be taken back to an earlier token."""
+        return any(map(self.recurrence, range(self.num_layers)))
 
 
 def as_classifier(config: DecoderConfig, labels: int = 1) -> DecoderConfig:
