@@ -15,6 +15,7 @@ from minitrain.bench.breakdown import profiled, working_memory
 from minitrain.bench.figures import TokenFlops, published_step_time, rates, token_flops
 from minitrain.data.datasets import open_dataset
 from minitrain.parallel.mesh import Meshes
+from minitrain.run.config.environment import rank, world_size
 from minitrain.run.launch.start import pick_device
 from minitrain.run.monitor.flops import visible_share
 from minitrain.run.monitor.hardware import (
@@ -47,6 +48,8 @@ def measure(
     """
     data, _ = open_dataset(config)
     device, matmul = prepare(config)
+    flops = token_flops(config, visible_share(data))
+    announce_time(config, row, device, matmul, step_tokens(config) * flops.clean)
     # graphs of an earlier config would count toward the recompile limit
     torch.compiler.reset()
     compile_seconds = calculate_time_spent()["total_wall_time"]
@@ -63,7 +66,6 @@ def measure(
     times = [after.since(before) for before, after in pairwise(moments)]
     # measured again, because the machine may have been busy the first time
     matmul = max(matmul, measure_matmul(device, compute_dtype(config)))
-    flops = token_flops(config, visible_share(data))
     outcome = result(config, row, device, times[warmup:], matmul, flops) | {
         "compile_s": calculate_time_spent()["total_wall_time"] - compile_seconds,
         # graphs that were compiled after the second step
@@ -82,6 +84,27 @@ def prepare(config: Config) -> tuple[torch.device, float]:
     matmul = measure_matmul(device, compute_dtype(config))
     reset_peak_memory(device)
     return device, matmul
+
+
+def announce_time(
+    config: Config, row: str, device: torch.device, matmul: float, flops: float
+) -> None:
+    """Print how long a step will take at least, where a row of a GPU runs on a CPU.
+
+    flops: of a step, of all ranks. matmul: this machine's FLOP/s.
+    """
+    if device.type != "cpu" or "system" not in config.reference or rank() != 0:
+        return
+    hours = flops / world_size() / matmul / 3600
+    print(
+        f"{row}: a step will take {hours:.2g} hours or more at the {matmul / 1e12:.2g} TFLOP/s of this CPU "
+        f"(--shrink: toy width; --simulate: none of it)",
+        flush=True,
+    )
+
+
+def step_tokens(config: Config) -> int:
+    return config.batch.global_ * config.batch.seq_len
 
 
 def activation_bytes(trainer: Trainer, dataset) -> int:
@@ -126,7 +149,7 @@ def result(
     # all of bench takes the higher median: a time that was measured, not the mean of two
     seconds = median_high(times)
     if tokens is None:
-        tokens = config.batch.global_ * config.batch.seq_len / seconds / dist.get_world_size()
+        tokens = step_tokens(config) / seconds / dist.get_world_size()
     machine = describe(device)
     peak = peak_flops(machine["device"], compute_dtype(config))
     reference = config.reference

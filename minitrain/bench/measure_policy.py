@@ -15,7 +15,7 @@ from statistics import median_high
 import torch.distributed as dist
 
 from minitrain.bench.figures import TokenFlops
-from minitrain.bench.measure import prepare, result
+from minitrain.bench.measure import announce_time, prepare, result
 from minitrain.grpo.policy_loop import PHASES
 from minitrain.run.monitor.flops import policy_flops
 from minitrain.run.tasks.grpo_task import GrpoTask
@@ -28,6 +28,10 @@ def measure_policy(config: Config, row: str, steps: int, warmup: int) -> dict:
     last = config.grpo.lag
     config = replace(published_lengths(config), steps=warmup + steps + last)
     device, matmul = prepare(config)
+    # the template adds one token to a prompt
+    length = config.grpo.mock_digits + 1 + config.rollout.max_tokens
+    tokens = config.grpo.prompts * config.grpo.group * length
+    announce_time(config, row, device, matmul, tokens * policy_flops(config)(tokens))
     run = GrpoTask(config, folder=None)
     lines = []
     for line in run.steps(run.begin()):

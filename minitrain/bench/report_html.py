@@ -49,9 +49,12 @@ TIME = {
     "grouped": "expert products",
     "attention": "attention",
     "memory": "memory-bound kernels",
+    "host update": "update on the host",
+    "exposed copies": "exposed copies from and to the host",
     "exposed communication": "exposed communication",
     "bubble": "bubble",
     "tail": "not overlapped at the end",
+    "slowest rank": "waiting for the slowest rank",
     "gaps": "device waits for the host",
 }
 # letters of a timeline's lanes, and their names on the page

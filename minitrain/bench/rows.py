@@ -15,8 +15,9 @@ from minitrain.run.config.recipes import CONFIGS
 from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-# folders of configs, in the order of the tables. Rows of the last three (runs in MXFP8, one-GPU runs
-# by others, and a user's own) are compared, but left out of all statistics: see `is_published`
+# folders of configs, in the order of the tables. Rows of the last four (runs in MXFP8, with and without
+# offload, one-GPU runs by others, and a user's own) are compared, but left out of all statistics: see
+# `is_published`
 TABLES = (
     "automodel",
     "nemo/h100",
@@ -25,6 +26,7 @@ TABLES = (
     "rl",
     "dfm",
     "megatron-bridge",
+    "prime-rl",
     "one-gpu",
     "own",
 )
@@ -36,6 +38,7 @@ SOURCES = {
     "NeMo RL": "https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html",
     "NeMo DFM": "https://github.com/NVIDIA-NeMo/DFM",
     "Megatron-Bridge": "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance-summary.md",
+    "prime-rl": "https://github.com/PrimeIntellect-ai/prime-rl/blob/main/benchmarks/results/BENCHMARKS.md",
     "Surogate": "https://github.com/invergent-ai/surogate/blob/main/docs/reference/benchmarks.md",
 }
 
@@ -43,6 +46,8 @@ SOURCES = {
 FIGURES = {"tokens_per_sec_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU"}
 # key of a config's `reference` -> type
 REFERENCE = {
+    # the row's own name, by which an edited config finds it, see `published_file`
+    "id": str,
     # title of the published table, and the machine
     "source": str,
     "system": str,
@@ -124,6 +129,8 @@ def read_row(file: Path) -> dict:
 
 def read_reference(reference: dict, where: str = "reference") -> dict:
     """Return a config's `reference` with its values converted to their types. Raises InputError."""
+    for key in reference:
+        check_known(key, REFERENCE, where)
     found = typed(reference, REFERENCE, f"{where}.")
     convention = found.get("convention", "clean")
     if convention not in CONVENTIONS:
@@ -227,7 +234,7 @@ def published_file(reference: dict) -> Path | None:
 
     Raises InputError if the reference cites a published table without the id of one of its rows.
     """
-    if file := files_by_id(CONFIGS).get(str(reference.get("id"))):
+    if file := files_by_id(CONFIGS).get(reference.get("id")):
         return file
     if reference.get("source", "").startswith(tuple(SOURCES)):
         raise InputError(
@@ -242,7 +249,7 @@ def files_by_id(configs: Path) -> dict[str, Path]:
     """Return the config file of each row that has a `reference.id`, by it. configs: their folder."""
     files = [file for folder in TABLES for file in sorted((configs / folder).glob("*.yaml"))]
     references = {file: read_tree(file).get("reference") or {} for file in files}
-    return {str(found["id"]): file for file, found in references.items() if "id" in found}
+    return {found["id"]: file for file, found in references.items() if "id" in found}
 
 
 def work(config: Config) -> dict:

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from minitrain.data import wording
+from minitrain.data.faults import wording
 from minitrain.errors import InputError, refuse
 from minitrain.run.launch import cli
 
@@ -87,9 +87,11 @@ def measure_loss(
     import torch
 
     from minitrain.data.chat.chat_templates import choose_template
-    from minitrain.data.chat.sft import Chats, fit, read_samples
-    from minitrain.data.records import Skips
-    from minitrain.data.text import text_rows
+    from minitrain.data.chat.sample_rows import fit
+    from minitrain.data.chat.sft import Chats, read_samples
+    from minitrain.data.faults.skips import Skips
+    from minitrain.data.text.corpus import cut_documents, tokenize
+    from minitrain.data.text.documents import find_documents, read_documents
     from minitrain.run.tasks.exact_match import exact_match, within_positions
     from minitrain.settings import Data
     from minitrain.training.language_modeling import LanguageModeling
@@ -97,17 +99,14 @@ def measure_loss(
     note = ""
     if options.chat:
         template = choose_template("auto", tokenizer)
-        samples = read_samples(
-            Data("jsonl", options.files), template, tokenizer, Skips(), WORDING
-        )
+        data = Data("jsonl", options.files)
+        samples = read_samples(data, template, tokenizer, Skips(), words=WORDING)
         samples, note = fit(samples, seq_len, "drop")
     else:
-        files, note = text_rows.find_documents(
-            options.files, options.field, options.kind, WORDING
-        )
-        documents = text_rows.read_documents(files, options.field, options.kind, WORDING)
-        corpus = text_rows.tokenize(documents, tokenizer)
-        samples = text_rows.cut_documents(corpus, seq_len)
+        files, note = find_documents(options.files, options.field, options.kind, WORDING)
+        documents = read_documents(files, options.field, options.kind, WORDING)
+        corpus = tokenize(documents, tokenizer)
+        samples = cut_documents(corpus, seq_len)
     if not samples:
         raise InputError(f"{' '.join(options.files)}: no token to predict{note}")
     rows = Chats(samples, seq_len, 0, packed=True, numbered=True)
@@ -142,8 +141,9 @@ def measure_choices(
     import torch
 
     from minitrain.data.chat.sft import Chats
+    from minitrain.data.faults.skips import Skips
     from minitrain.data.files import find_files
-    from minitrain.data.records import Skips, read_records
+    from minitrain.data.records import read_records
     from minitrain.data.text.choices import encode_choices, read_choices
     from minitrain.settings import Data
     from minitrain.training.log_probs import label_log_probs

@@ -7,18 +7,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from minitrain.commands.generate_answers import answer_prompts, answered_before, tell_answers
-from minitrain.data import wording
-from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
-from minitrain.data.chat.chats import (
-    encode_question,
-    end_of_reply,
-    read_shown,
-    refuse_unread,
-    with_system,
-)
-from minitrain.data.chat.keys import CHATS, PROMPTS, SHOWN, SYSTEMS, UNREAD_BESIDE_PROMPT
-from minitrain.data.chat.problems import read_question
-from minitrain.data.records import Skips, holds_records, lines_of, read_records, text_of
+from minitrain.data.chat.chat_templates import ChatTemplate, choose_template
+from minitrain.data.chat.chats import encode_question, end_of_reply
+from minitrain.data.chat.keys import CHATS, PROMPTS, SHOWN, SYSTEMS
+from minitrain.data.chat.messages import Chat, Message
+from minitrain.data.chat.read_chats import with_system
+from minitrain.data.chat.read_problems import read_question
+from minitrain.data.chat.read_tools import read_shown
+from minitrain.data.faults import wording
+from minitrain.data.faults.skips import Skips
+from minitrain.data.faults.unread_keys import UNREAD_BESIDE_PROMPT, refuse_unread
+from minitrain.data.records import holds_records, read_records, text_of
+from minitrain.data.text_files import lines_of
 from minitrain.data.tokenizer import Tokenizer, check_same_ids, load_tokenizer, tokenizer_folder
 from minitrain.errors import InputError, as_input_error, hub_hint, located, refuse
 from minitrain.formats.hf import load_pretrained, read_config

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.data.records import lines_of
+from minitrain.data.faults.wording import OPTIONS
+from minitrain.data.text_files import lines_of
 from minitrain.data.video.encoders import Encoders, load_av, write_mp4
 from minitrain.data.video.latents import TEXTS, read_video
-from minitrain.data.wording import OPTIONS
 from minitrain.errors import InputError
 from minitrain.formats.peft import load_merged
 from minitrain.formats.tensor_files import write_tensors

@@ -21,7 +21,7 @@ from shlex import quote
 
 import numpy as np
 
-from minitrain.data import wording
+from minitrain.data.faults import wording
 from minitrain.errors import InputError
 from minitrain.run.launch import cli
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
     parser = cli.Parser(OPTIONS, prog="minitrain tokenize", description=__doc__)
     parser.add_argument("files", nargs="+")
     options = parser.parse_args(arguments)
-    from minitrain.data.text.text_rows import find_documents
+    from minitrain.data.text.documents import find_documents
     from minitrain.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(options.tokenizer)
@@ -110,8 +110,9 @@ def write_tokens(
 
     Returns how many documents and tokens. number.done has them too, and what the tokens were made of.
     """
-    from minitrain.data.text.corpus import digest_of
-    from minitrain.data.text.text_rows import read_documents, stamps_of, tokenize
+    from minitrain.data.text.corpus import tokenize
+    from minitrain.data.text.documents import read_documents, stamps_of
+    from minitrain.data.text.token_cache import digest_of
     from minitrain.data.tokenizer import load_tokenizer
 
     made_of = digest_of((field, kind, stamps_of(files, tokenizer)))

@@ -11,13 +11,13 @@ import glob
 import json
 import os
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from minitrain.data.faults.no_files import why_none
+from minitrain.data.faults.wording import SETTINGS, Wording
 from minitrain.data.records import JSON, LINES, RECORDS, holds_records
-from minitrain.data.wording import SETTINGS, Wording
-from minitrain.errors import InputError, hub_hint, reading
+from minitrain.errors import InputError, reading
 from minitrain.settings import Data
 
 # data.kind -> suffixes of the files in a folder that are data
@@ -36,13 +36,7 @@ def find_files(data: Data, words: Wording = SETTINGS) -> list[Path]:
     """
     found = {}
     for pattern in [data.path] if isinstance(data.path, str) else data.path:
-        matches = _expand(
-            pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]), data, words
-        )
-        if not matches:
-            found = _what_is_there(pattern, data.kind, words)
-            raise InputError(f"{words.place}no file matches {pattern!r}{found}")
-        found |= {os.path.abspath(file): file for file in matches}
+        found |= {os.path.abspath(file): file for file in files_of(pattern, data, words)}
     unwanted = [each for p in data.exclude for each in (p, f"*/{p}", os.path.abspath(p))]
     kept = [
         file
@@ -60,50 +54,33 @@ def find_files(data: Data, words: Wording = SETTINGS) -> list[Path]:
     return sorted(map(Path, shortest.values()))
 
 
-def _expand(pattern: str, data: Data, words: Wording) -> list[str]:
+def files_of(pattern: str, data: Data, words: Wording) -> list[str]:
     """Return the files that one entry of data.path names: a file, a folder or a glob."""
-    pattern = os.path.expanduser(pattern)
-    if os.path.isdir(pattern):
-        # without pipes, which may never end; broken links are kept, and are an error when read
-        files = [
-            file
-            for file in _files_below(pattern, words)
-            if os.path.isfile(file) or not os.path.exists(file)
-        ]
-        return [file for file in files if _is_of_kind(file, data)]
-    return [
-        file for file in [pattern, *glob.glob(pattern, recursive=True)] if os.path.isfile(file)
-    ]
+    path = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_paths()["stdlib"]))
+    there = None
+    if os.path.isdir(path):
+        there = list(files_below(path, words))
+        files = [file for file in there if is_data(file, data)]
+    else:
+        named = [path, *glob.glob(path, recursive=True)]
+        files = [file for file in named if os.path.isfile(file)]
+    if not files:
+        hint = why_none(pattern, there, data.kind, SUFFIXES[data.kind], words)
+        raise InputError(f"{words.place}no file matches {pattern!r}{hint}")
+    return files
 
 
-def _is_of_kind(file: str, data: Data) -> bool:
+def is_data(file: str, data: Data) -> bool:
     """Return True if a file of a folder is data: by its name, and for JSON also by its content."""
+    # without pipes, which may never end; broken links are kept, and are an error when read
+    if os.path.exists(file) and not os.path.isfile(file):
+        return False
     if data.kind == "jsonl" and file.endswith((*LINES, *JSON)) and os.path.exists(file):
         return holds_records(Path(file), [data.field])
     return file.endswith(SUFFIXES[data.kind])
 
 
-def _what_is_there(pattern: str, kind: str, words: Wording) -> str:
-    """Return a hint on a path without data: the files of a folder, or how to write a list."""
-    folder = os.path.expanduser(pattern)
-    if not os.path.isdir(folder):
-        hub = hub_hint(pattern, words.give, " --repo-type dataset")
-        if pattern == "-":
-            return " (/dev/stdin is the standard input)"
-        is_list = "," in pattern and words.path
-        return f" (a list is written {words.path}='[{pattern}]')" if is_list else hub
-    suffixes = Counter(os.path.splitext(file)[1] for file in _files_below(folder, words))
-    if not suffixes:
-        return " (the folder is empty, or all in it is hidden)"
-    found = ", ".join(
-        f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes.most_common(3)
-    )
-    wanted = " or ".join(SUFFIXES[kind])
-    counting = f"as {words.kind}{kind} a folder's {wanted} files count, it has {found}"
-    return f" ({counting}; a glob such as '*.json' takes any)"
-
-
-def _files_below(top: str, words: Wording) -> Iterator[str]:
+def files_below(top: str, words: Wording) -> Iterator[str]:
     """Yield the files in a folder and its subfolders, those behind links to folders last.
 
     Each folder is visited once, under its own name if it has one below `top`.
@@ -120,11 +97,11 @@ def _files_below(top: str, words: Wording) -> Iterator[str]:
             tops += filter(os.path.islink, [os.path.join(folder, name) for name in folders])
             names = [name for name in names if not name.startswith(".")]
             yield from (
-                os.path.join(folder, name) for name in _without_caches(folder, names, words)
+                os.path.join(folder, name) for name in without_caches(folder, names, words)
             )
 
 
-def _without_caches(folder: str, names: list[str], words: Wording) -> list[str]:
+def without_caches(folder: str, names: list[str], words: Wording) -> list[str]:
     """Return the names of a folder's files, without caches if save_to_disk of `datasets` made it."""
     if "dataset_dict.json" in names:
         raise InputError(f"{words.place}{folder} holds several splits (name one, a folder in it)")

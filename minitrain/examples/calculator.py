@@ -11,7 +11,7 @@ import operator
 from fractions import Fraction
 from typing import ClassVar
 
-from minitrain.data.chat.problems import read_problem
+from minitrain.data.chat.read_problems import read_problem
 from minitrain.grpo.environments import Reply, ToolCall
 from minitrain.grpo.rewards import math
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minitrain.data.chat.chat_templates import Chat, Message
+from minitrain.data.chat.messages import Chat, Message
 
 
 def reversals(digits: int) -> list[tuple[Chat, str, dict]]:

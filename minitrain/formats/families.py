@@ -1,23 +1,30 @@
 """Describe the config.json and the tensors of each family of language models on the hub."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minitrain.errors import InputError
-from minitrain.formats import deepseek_v3, gpt2, nemotron_h
+from minitrain.formats import deepseek_v3, gemma3, gpt2, granite, nemotron_h, qwen3_next
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
 # norm of `DecoderConfig` -> key of its epsilon
 EPS_KEYS = {
     "rmsnorm": "rms_norm_eps",
+    "rmsnorm1p": "rms_norm_eps",
     "layernorm": "layer_norm_epsilon",
     "layernorm1p": "norm_eps",
 }
 # mlp of `DecoderConfig` -> value of hidden_act
-ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
+ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+    "clamped_swiglu": "silu",
+    "gelu": "gelu_new",
+}
 # further values of model_type -> the family's name
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
@@ -38,6 +45,16 @@ SIZES = _keys(
     "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings",
     num_layers="num_hidden_layers",
 )
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """How files stack the matrices of all experts."""
+
+    # [experts, in, out], else as ours [experts, out, in]
+    transposed: bool = False
+    # gate's rows and up's take turns as in ours, else all of gate's come first
+    alternating: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,17 +122,18 @@ class Family:
     renamed: dict | Callable[[str, int], str] = field(default_factory=dict)
     # full_name(key): return the name that transformers gives a tensor, where other files shorten it
     full_name: Callable[[str], str] = lambda key: key
-    # place(name, shape): return the stored tensor that holds a parameter, its shape, where the
-    # parameter begins in it, and whether it is transposed. None: see layouts_hf.pieces
-    place: Callable[[str, tuple], tuple] | None = None
-    # to_stored(tensors): yield the stored tensors of all parameters. None: see layouts_hf.to_stored
-    to_stored: Callable[[Iterable], Iterator] | None = None
+    # Linears of a module that are stored as one, in the order of their rows
+    fused: tuple[str, ...] = ()
+    # transposed(name): return whether a parameter is stored as [in, out]
+    transposed: Callable[[str], bool] = lambda name: False
+    # True: all parameters are stored as they are
+    as_ours: bool = False
     # parts of our names that may also appear unchanged in files
     also_ours: tuple = ()
     # names of an expert's matrices: ours -> stored
     expert_matrices: dict = field(default_factory=dict)
-    # True: experts are stored as transposed stacks, with the rows of gate and up alternating as ours do
-    stacked: bool = False
+    # None: every expert has matrices of its own
+    stacks: Stacks | None = None
     # pattern of stored tensors to skip
     ignored: str = ""
     # depth_of(key, layers): return the depth of multi-token prediction, 0, 1, ..., that a stored
@@ -142,6 +160,12 @@ class Family:
     def key(self, name: str) -> str:
         """Return this family's key for the one that most families call `name`."""
         return self.keys.get(name, name)
+
+    def fused_part(self, name: str) -> tuple[int, int]:
+        """Return which part of a stored tensor our parameter is, and of how many: (0, 1) of its own."""
+        *_, module, _ = ("", "", *name.split("."))
+        in_one = module in self.fused
+        return (self.fused.index(module), len(self.fused)) if in_one else (0, 1)
 
     def stored_name(self, name: str, layers: int) -> str:
         """Return the stored name of our parameter. For experts see layouts_hf.py.
@@ -189,6 +213,33 @@ PLAIN = Family("")
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
 QWEN3 = dict(attention_bias=False, use_sliding_window=False)
+# Qwen3-Next, Qwen3.5, and those of them with experts
+DELTA = dict(
+    fields=_keys(
+        "layer_pattern linear_num_key_heads linear_num_value_heads"
+        " linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
+    ),
+    fixed=dict(norm="rmsnorm1p", qk_norm=True, attn_output_gate=True),
+    partial_rotary=0.25,
+    defaults=qwen3_next.with_defaults,
+    read=qwen3_next.read,
+    write=qwen3_next.write,
+    renamed=qwen3_next.stored_name,
+    depth_of=qwen3_next.depth_of,
+    needed=lambda config: ("num_experts", "shared_expert_intermediate_size"),
+)
+DELTA_EXPERTS = DELTA | dict(
+    fields=DELTA["fields"]
+    | _keys(
+        "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+    ),
+    fixed=DELTA["fixed"] | dict(shared_expert_gate=True),
+    balances=True,
+)
+# in files that have a vision tower too
+WITH_VISION = dict(
+    full_name=qwen3_next.full_name, ignored=r"model\.visual\..*", can_classify=False
+)
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", NO_BIAS, heads_divide=True),
@@ -214,6 +265,30 @@ FAMILIES = {
         ),
         renamed={
             ".mixer_output_norm.": ".post_attention_layernorm.",
+            ".mlp_output_norm.": ".post_feedforward_layernorm.",
+        },
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        dict(
+            attention_bias=False,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            use_bidirectional_attention=False,
+        ),
+        fields=_keys("sliding_window sliding_window_pattern"),
+        keys={"hidden_act": "hidden_activation"},
+        rope_theta=1e6,
+        window_rope=10000.0,
+        fixed=dict(norm="rmsnorm1p", norm_position="both", mlp="geglu", qk_norm=True),
+        can_classify=False,
+        heads_divide=True,
+        defaults=gemma3.with_defaults,
+        read=gemma3.read,
+        write=gemma3.write,
+        renamed={
+            ".mixer_output_norm.": ".post_attention_layernorm.",
+            ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
             ".mlp_output_norm.": ".post_feedforward_layernorm.",
         },
     ),
@@ -335,7 +410,7 @@ FAMILIES = {
         quantized="mxfp4",
         balances=True,
         renamed={".mlp.gate.": ".mlp.router."},
-        stacked=True,
+        stacks=Stacks(transposed=True, alternating=True),
     ),
     "nemotron": Family(
         "NemotronForCausalLM",
@@ -378,6 +453,52 @@ FAMILIES = {
         renamed=nemotron_h.stored_name,
         depth_of=nemotron_h.depth_of,
     ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        NO_BIAS,
+        fields=_keys(" ".join(granite.MULTIPLIERS)),
+        can_classify=False,
+        defaults=granite.with_multipliers,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        dict(attention_bias=False, mamba_conv_bias=True, mamba_proj_bias=False),
+        fields=_keys(
+            " ".join((*granite.MULTIPLIERS, "num_experts_per_tok layer_pattern")),
+            num_experts="num_local_experts",
+            moe_intermediate_size="intermediate_size",
+            shared_expert_intermediate_size="shared_intermediate_size",
+            **granite.MAMBA,
+        ),
+        balances=True,
+        can_classify=False,
+        defaults=granite.with_pattern,
+        read=granite.read,
+        write=granite.write,
+        needed=lambda config: (),
+        renamed=granite.RENAMED,
+        fused=("gate_proj", "up_proj"),
+        stacks=Stacks(),
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        dict(attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[]),
+        quantized="fp8",
+        norm_topk=True,
+        **DELTA_EXPERTS | dict(fixed=DELTA_EXPERTS["fixed"] | dict(linear_fused_proj=True)),
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        dict(attention_bias=False, attn_output_gate=True),
+        **DELTA | WITH_VISION,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        dict(attention_bias=False, attn_output_gate=True),
+        # it has no dense MLPs
+        keys={"intermediate_size": "moe_intermediate_size"},
+        **DELTA_EXPERTS | WITH_VISION,
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         dict(
@@ -399,16 +520,12 @@ FAMILIES = {
         defaults=gpt2.with_defaults,
         write=gpt2.write,
         full_name=gpt2.full_name,
-        place=gpt2.place,
-        to_stored=gpt2.to_stored,
+        renamed=gpt2.RENAMED,
+        fused=("q_proj", "k_proj", "v_proj"),
+        transposed=gpt2.is_transposed,
         # these tensors are masks
         ignored=r".*\.attn\.(masked_)?bias",
     ),
     # config_own.py reads and writes its config.json; all parameters are stored as they are
-    OWN: replace(
-        PLAIN,
-        place=lambda name, shape: (name, shape, (), False),
-        to_stored=iter,
-        depth_of=deepseek_v3.depth_of,
-    ),
+    OWN: replace(PLAIN, as_ours=True, depth_of=deepseek_v3.depth_of),
 }

@@ -74,9 +74,20 @@ PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"
 # family -> Linears whose adapters PEFT cannot read
 UNREADABLE = {
     # PEFT would apply these names to the stacks of experts
-    "deepseek_v3": ("down_proj", "gate_proj", "up_proj"),
+    **dict.fromkeys(
+        ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"),
+        ("down_proj", "gate_proj", "up_proj"),
+    ),
     # PEFT refuses this one, because Mamba's kernels read its weight without calling the module
     "nemotron_h": ("out_proj",),
+    # transformers has gate and up as one Linear, and other names in layers with experts
+    "granitemoehybrid": (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    ),
 }
 # a classifier's head is in the file as a whole; PEFT saves it under either name
 HEAD = PREFIX + SCORE

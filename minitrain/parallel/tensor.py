@@ -34,6 +34,7 @@ The other parts of a decoder:
                       compute this rank's tokens. Their narrow outputs are gathered: in DeepSeek-V3,
                       0.3 of the bytes of hidden states. All else is split by heads.
     Mamba-2           Split by groups of heads. Convolution and norm stay within a group.
+    gated DeltaNet    The same, by heads of keys, each with its heads of values.
     experts           Every expert is split by channels. The ranks gather tokens, expert indices and
                       router weights. Router and latent projections are replicated, and compute this
                       rank's tokens. Expert parallelism splits by expert instead: then each rank
@@ -59,7 +60,8 @@ product has others than the next. A maximum over the ranks, one number, gives al
 So each rank rounds only its own tokens, and gets the FP8 numbers that one process would get.
 
 Parameters are DTensors, and modules compute with local tensors (parts.py).
-Left out: fewer Mamba groups than ranks, and uneven shards; run/config/layout_checks.py refuses both.
+Left out: fewer groups of recurrent mixers than ranks, and uneven shards;
+run/config/layout_checks.py refuses both.
 Sources: Megatron-LM (Shoeybi et al. 2019); sequence parallelism (Korthikanti et al. 2022).
 """
 

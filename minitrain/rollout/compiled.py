@@ -5,8 +5,8 @@ With few tokens a step's time is the number of its kernels: some 45 in an eager 
     CUDA   graph break at the cache, which has a kernel of its own (`OpaqueCache`): one graph before
            it (norm, projections, rotation) and one after; 10 kernels and those of attention
     CPU    calling a graph costs the host 0.1 ms, so one graph has the whole block with its attention
-           (`TracedCache`): four products and five loops. Where samples share a prefix, and in Mamba
-           layers, there is a graph break as on CUDA
+           (`TracedCache`): four products and five loops. Where samples share a prefix, and in
+           recurrent layers, there is a graph break as on CUDA
 
 Layers of one kind share graphs, since weights are inputs. A graph is compiled for the first number
 of rows, again for any number when a second one comes, and once more for a single row. Where several
@@ -15,7 +15,7 @@ ranks share a model, their collectives are part of the graphs. Importing this fi
 A prefill on CUDA is compiled like a decoding step: 7 kernels per block, not 24, save a tenth of its
 time.
 
-Left out: prefill on the CPU, whose products are large; Mamba's scan, which the cache runs; steps
+Left out: prefill on the CPU, whose products are large; recurrent scans, which the cache runs; steps
 that send tokens to other ranks' experts or gather weights; on CUDA, decoding without a CUDA graph.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic  # has no public name (torch 2.13)
 from torch.compiler import config
 
-from minitrain.rollout.caches import MambaCache
+from minitrain.rollout.caches import StateCache
 from minitrain.rollout.cpu import (
     RowsCache,
     attend_to_buffers,
@@ -124,7 +124,7 @@ class TracedCache(WrappedCache):
         self.buffers = layer.gather()
         self.positions = step.positions
         self.width = step.width
-        self.bias = layer.bias()
+        self.bias = layer.bias(step.width)
         # [rows, 1, width, longest]: the last dimension grows with every step
         maybe_mark_dynamic(self.bias, 3)
 
@@ -171,7 +171,7 @@ def attend_in_loops(
 def cache_for_compiler(layer: LayerCache) -> OpaqueCache | TracedCache:
     """Wrap a layer's cache for use in a compiled block."""
     step = layer.caches.step
-    if isinstance(step, PromptStep) or isinstance(layer, MambaCache):
+    if isinstance(step, PromptStep) or isinstance(layer, StateCache):
         return OpaqueCache(layer)
     on_cpu = isinstance(layer, RowsCache) and layer.pools
     # which rows share a prefix changes from step to step, and a graph would hold only for those

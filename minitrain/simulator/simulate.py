@@ -10,7 +10,8 @@ If a rank with several stages frees weights after each pass, the gathers between
 only as often as they were traced.
 
 The fake balanced gate selects experts, so the host knows the counts of tokens. With a real router the
-host reads them back in every layer; the latency of that copy is left out.
+host reads them back in every layer; the latency of that copy is left out, and so is that some experts
+get more tokens than others. But a token's rows go to as many ranks as with a real router.
 """
 
 import gc
@@ -21,11 +22,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
+from math import comb
 from statistics import median_high
 
 from minitrain.data.datasets import open_dataset
 from minitrain.errors import InputError
 from minitrain.models.fp8_forms import without_kernel
+from minitrain.parallel.expert import balanced_sizes
 from minitrain.parallel.pipeline_split import SCHEDULES, local_stages
 from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.ranks import micro_batches, row_ranks, stated_ranks
@@ -34,11 +37,11 @@ from minitrain.settings import Config
 from minitrain.simulator import tracers
 from minitrain.simulator.fake_world import trace_step
 from minitrain.simulator.replay import Action, Replay, replay, schedule_order
-from minitrain.simulator.timeline import System, Timeline, play
+from minitrain.simulator.timeline import AS_TRACED, Rows, System, Timeline, play
 from minitrain.simulator.trace import Trace
 
 # settings of `recompute` that repeat all matrix products of a forward pass
-TWICE = ("full", "attention")
+TWICE = ("full", "attention", "full-offload")
 
 
 @dataclass
@@ -57,8 +60,9 @@ class Simulation:
     pipeline: Replay | None = None
     # seconds that each rank of a pipeline waits for others
     idle: list[float] | None = None
-    # seconds in which the device waits for the host
+    # seconds in which the device waits for the host, and in which all wait for the slowest rank
     host: float = 0.0
+    slowest: float = 0.0
 
     def times(self, place: int = 0) -> list[int]:
         """Return how often each traced event happens in the whole step."""
@@ -68,25 +72,28 @@ class Simulation:
         return [1 + others * (index in typical) for index in range(len(trace.events))]
 
     def breakdown(self, place: int = 0) -> dict[str, float]:
-        """Return the seconds of one rank's step: compute by kind, exposed communication, gaps.
+        """Return the seconds of one rank's step: compute by kind, exposed copies and communication, gaps.
 
         In a pipeline also its bubble. There, exposed communication is the rest of the step, because
         waits between a rank's actions do not count as in its trace (see `pipelined`).
         """
         times = self.times(place)
         parts = Counter()
-        waited = 0.0
+        waited = copied = 0.0
         for span in self.lines[place].spans:
             if span.stream == "compute":
                 parts[span.kind] += times[span.event] * (span.end - span.begin)
-                waited += times[span.event] * span.waited
-        rest = self.step - self.host - sum(parts.values())
+                waited += times[span.event] * (span.waited - span.copied)
+                copied += times[span.event] * span.copied
+        if copied:
+            parts["exposed copies"] = copied
+        rest = self.step - self.host - self.slowest - sum(parts.values())
         if self.idle is None:
             others = {"exposed communication": waited, "tail": max(0.0, rest - waited)}
         else:
             bubble = min(self.idle[place], rest)
             others = {"exposed communication": rest - bubble, "bubble": bubble}
-        return dict(parts) | others | {"gaps": self.host}
+        return dict(parts) | others | {"slowest rank": self.slowest, "gaps": self.host}
 
 
 def record(config: Config) -> dict[int, Trace]:
@@ -110,7 +117,8 @@ def time_traces(
 ) -> Simulation:
     """Turn traces into seconds. at_once: micro-batches until a pipeline drains; 0: all of the step."""
     check_simulated(config, system)
-    system = replace(system, fp8=system.fp8 * system.fp8_shares[config.fp8.form])
+    fp8 = system.fp8 * system.fp8_shares[config.fp8.form]
+    system = replace(system, fp8=fp8, rows=sent_rows(config, system))
     # places with the same layers share a trace, which is played once
     distinct = {id(trace): trace for trace in traces.values()}
     played = {key: play(trace, system, config.compile) for key, trace in distinct.items()}
@@ -121,18 +129,41 @@ def time_traces(
     else:
         step = accumulated(traces[0], lines[0], count) + system.step
         simulation = Simulation(traces, lines, count, few(config), step, host=system.step)
-    simulation.step = max(simulation.step, launch_seconds(config, system))
+    simulation.slowest = system.slowest(stated_ranks(config)) * (simulation.step - system.step)
+    simulation.step = max(simulation.step + simulation.slowest, launch_seconds(config, system))
     return simulation
 
 
+def sent_rows(config: Config, system: System) -> Rows:
+    """Return how many more rows are sent to experts than in a trace, whose gate is a fake one.
+
+    sent_to: see System. If experts are drawn at random, a token has some on n (1 - q) of n parts of
+    the ranks, see parallel/expert.py.
+    """
+    shape = config.model.config
+    experts = getattr(shape, "num_experts", 0)
+    ranks = config.parallel.ep
+    if not experts or ranks == 1:
+        return AS_TRACED
+    top_k = shape.num_experts_per_tok
+
+    def holding(parts: int) -> float:
+        return parts * (1 - comb(experts - experts // parts, top_k) / comb(experts, top_k))
+
+    # rows of a token in the trace: so many tokens select each expert equally often
+    traced = sum(balanced_sizes(top_k, experts, ranks, 0, experts).sends) / experts
+    copies = top_k / traced
+    if system.sent_to == "experts":
+        return Rows(copies, copies, copies)
+    if system.sent_to == "ranks":
+        sent = 1.0 if shape.fake_balanced_gate else holding(ranks) / traced
+        return Rows(sent, sent, copies)
+    domains = max(1, ranks // system.domain)
+    return Rows(holding(ranks) / traced, holding(domains) / traced, copies)
+
+
 def check_simulated(config: Config, system: System) -> None:
-    """Raise InputError for copies to the host, and for FP8 products that the system dequantizes."""
-    if config.optim.offload:
-        raise InputError(
-            "optim.offload=true is not simulated: its copies need a bus (leave it out)"
-        )
-    if config.recompute == "offload":
-        raise InputError("recompute=offload is not simulated: its copies need a bus (use full)")
+    """Raise InputError for FP8 products that the system dequantizes."""
     form = config.fp8.form
     if config.precision == "fp8" and form != "tensor":
         products = without_kernel(form, config.fp8.experts, system.capability)
@@ -150,8 +181,9 @@ def launch_seconds(config: Config, system: System) -> float:
     experts = getattr(shape, "num_experts", 0)
     if not experts:
         return 0.0
+    layers = sum(shape.parts(layer)[1] == "moe" for layer in shape.all_layers)
     # passes of micro-batches through layers, including the pipeline's filling and draining
-    passes = (micro_batches(config) + (p.pp - 1) / p.vp) * len(shape.all_layers) / p.pp
+    passes = (micro_batches(config) + (p.pp - 1) / p.vp) * layers / p.pp
     if config.recompute in TWICE:
         passes *= 4 / 3
     return passes * (system.expert_layer + system.local_expert * experts / p.ep)

@@ -21,12 +21,20 @@ all-gather starts only after the previous one has been copied out, which limits 
                      group's GPUs in one domain, but at most NVLink's.
     all-to-all       latency + the slower of the bytes that leave the GPU, over NVLink, and the bytes
                      that leave the domain, over the GPU's network adapter
+    copy             bytes / the link to the host, in one stream for both directions, after what the
+                     compute stream has been given so far
+    update on the    the slowest of the bytes out, the bytes back, and those that the host's memory
+    host             moves, as all three overlap (training/adamw.py)
+
+A kernel is slower while a collective runs, whose copies take some of the multiprocessors. And a step
+waits for the slowest of its ranks, see `System.slowest`.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil
+from statistics import NormalDist
 from typing import NamedTuple
 
 from minitrain.bench.rows import constants
@@ -65,6 +73,19 @@ class Attention:
         return event.flops / rate * (1 + self.start / keys)
 
 
+class Rows(NamedTuple):
+    """Rows of an all-to-all of experts, over those in the trace (see simulate.py, `sent_rows`)."""
+
+    # that are sent, and that leave the domain
+    sent: float = 1.0
+    far: float = 1.0
+    # one for each expert of a token
+    copies: float = 1.0
+
+
+AS_TRACED = Rows()
+
+
 @dataclass(frozen=True)
 class System:
     """Rates that large kernels and messages reach, per GPU; systems.yaml has their sources."""
@@ -79,6 +100,10 @@ class System:
     attention: dict[str, Attention]
     # number of multiprocessors: tiles of a matrix product that run at a time
     gemm_tiles: int
+    # multiprocessors that a collective takes while it runs
+    channels: int
+    # standard deviation of the ranks' speeds, as a share of their mean
+    spread: float
 
     # bytes of memory
     capacity: float
@@ -97,16 +122,25 @@ class System:
     domain: int
     # bytes/s of large all-gathers within a domain, in one direction
     nvlink: float
+    # the share of tensor parallelism's messages that products do not hide
+    tensor: float
     # bytes/s of each GPU's network adapter, between domains; of an all-to-all there
     network: float
     dispatch_network: float
-    # bytes/s between a GPU and its host, in each direction
+    # bytes/s between a GPU and its host, in each direction; of the host's memory, for each GPU
     host_link: float
+    host_memory: float
     # seconds of a small message; between domains while decoding
     latency: float
     far_latency: float
     # additional seconds of an all-to-all of experts' rows
     dispatch: float
+    # whom a token's row is sent to: the `ranks` of its experts; the same, if experts are drawn at
+    # random whatever the config's gate (`random_ranks`), over the network once per domain; or each of
+    # its `experts`, so drawn
+    sent_to: str
+    # how often an all-to-all's rows, one for each expert, are read or written besides
+    passes: float
 
     # seconds of the host per optimizer step
     step: float
@@ -123,11 +157,24 @@ class System:
 
     # CUDA's compute capability, which says what FP8 units multiply: see models/fp8_forms.py
     capability: tuple[int, int] = (9, 0)
+    rows: Rows = AS_TRACED
+
+    def slowest(self, ranks: int) -> float:
+        """Return the time of the slowest of so many ranks over the mean rank's, minus 1.
+
+        It is the expected largest of as many normal numbers (Blom's approximation).
+        """
+        return self.spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
     def kernel_seconds(self, event: Event) -> float:
         """Return the seconds of a kernel that runs alone."""
         if event.kind == "attention":
             return self.attention[event.form].seconds(event) + self.launch
+        if event.kind == "host update":
+            out, back = (sum(n for _, n in moved) for moved in (event.reads, event.writes))
+            return max(
+                out / self.host_link, back / self.host_link, event.payload / self.host_memory
+            )
         moved = sum(n for _, n in event.reads + event.writes) / self.memory
         if event.kind == "memory":
             return self.unfused * moved + self.launch
@@ -159,9 +206,14 @@ class System:
         if "alltoall" in name:
             near = self.in_domain(ranks)
             far = event.payload * (len(ranks) - near) / len(ranks)
-            besides = self.dispatch if event.dimension != "cp" else 0.0
-            return self.latency + max(far / self.dispatch_network, moved / self.nvlink) + besides
-        return self.latency + moved / self.bandwidth(ranks)
+            if event.dimension == "cp":
+                return self.latency + max(far / self.dispatch_network, moved / self.nvlink)
+            far *= self.rows.far / self.dispatch_network
+            besides = self.passes * self.rows.copies * event.payload / self.memory
+            sent = max(far, self.rows.sent * moved / self.nvlink)
+            return self.latency + sent + besides + self.dispatch
+        exposed = self.tensor if event.dimension == "tp" else 1.0
+        return exposed * (self.latency + moved / self.bandwidth(ranks))
 
     def bandwidth(self, ranks: list[int]) -> float:
         """Return bytes/s per rank of a ring.
@@ -227,10 +279,12 @@ class Span(NamedTuple):
     kind: str
     begin: float
     end: float
-    # seconds that the stream waited for collectives before `begin`
+    # seconds that the stream waited for collectives and copies before `begin`
     waited: float
     # index in the trace of one of its events
     event: int
+    # the part of `waited` that was for copies
+    copied: float = 0.0
 
 
 @dataclass
@@ -263,18 +317,23 @@ class _Player:
         self.line = Timeline()
         # when the compute stream becomes free
         self.clock = 0.0
-        # when the stream of each mesh dimension becomes free
+        # when the stream of each mesh dimension becomes free, and when no collective runs any more
         self.free = defaultdict(float)
+        self.busy = 0.0
         # storage -> when its values are ready
         self.ready = defaultdict(float)
         # storage -> the stream that wrote it last
         self.made_by: dict[int, str] = {}
+        # storage -> when it was copied to the host
+        self.left: dict[int, float] = {}
         # stream -> storages of its last all-gather, until a kernel reads one of them
         self.waiting: dict[str, set[int]] = {}
         # stream -> when the result of its last all-gather was read
         self.consumed = defaultdict(float)
-        # consecutive element-wise kernels, to be fused into one
-        self.run: list[Event] = []
+        # when what blocks have left on the host has been copied, so that its memory is free
+        self.released = 0.0
+        # consecutive element-wise kernels, to be fused into one, by their indices in the trace
+        self.run: dict[int, Event] = {}
 
     def play(self) -> Timeline:
         marked = {index for index, _ in self.trace.marks}
@@ -284,10 +343,12 @@ class _Player:
                 # waiting costs nothing by itself: its result is ready when its input is
                 self.written(event.writes, "compute", self.ready[event.reads[0][0]])
             elif stream == "compute" and event.kind == "memory" and self.fused:
-                self.run.append(event)
+                self.run[index] = event
             else:
                 self.finish_run(index)
-                if stream == "compute":
+                if event.kind == "copied":
+                    self.released = max(self.released, *(self.left[n] for n, _ in event.reads))
+                elif stream == "compute":
                     self.compute(index, event)
                 else:
                     self.communicate(index, stream, event)
@@ -305,7 +366,7 @@ class _Player:
         Collectives, FSDP's copies into their buffers, and its work on reduced gradients run on the
         streams of their mesh dimensions, everything else on the compute stream.
         """
-        if event.kind == "collective":
+        if event.kind in ("collective", "copy"):
             return event.dimension
         if event.name == "all_gather_copy_in":
             return "dp_shard"
@@ -325,10 +386,16 @@ class _Player:
 
     def compute(self, index: int, event: Event) -> None:
         """Run a kernel on the compute stream. index: of the event in the trace."""
-        begin = self.begin(event, self.clock)
+        copies = [self.ready[n] for n, _ in event.reads if self.made_by.get(n) == "host"]
+        others = [self.ready[n] for n, _ in event.reads if self.made_by.get(n) != "host"]
+        gathered = max([self.clock, *others])
+        begin = max([gathered, self.released, *copies])
         waited = begin - self.clock
-        self.clock = begin + self.system.kernel_seconds(event)
-        span = Span("compute", event.name, event.kind, begin, self.clock, waited, index)
+        copied = begin - gathered
+        seconds = self.system.kernel_seconds(event)
+        shared = min(seconds, max(0.0, self.busy - begin))
+        self.clock = begin + seconds + shared * self.system.channels / self.system.gemm_tiles
+        span = Span("compute", event.name, event.kind, begin, self.clock, waited, index, copied)
         self.line.spans.append(span)
         for stream, numbers in self.waiting.items():
             if not numbers.isdisjoint(number for number, _ in event.reads):
@@ -339,7 +406,10 @@ class _Player:
     def communicate(self, index: int, stream: str, event: Event) -> None:
         """Run a collective, or one of FSDP's copies, on a mesh dimension's stream."""
         begin = self.begin(event, self.free[stream])
-        if stream == "pp":
+        if event.kind == "copy":
+            begin = max(begin, self.clock)
+            seconds = sum(n for _, n in event.reads + event.writes) / self.system.host_link
+        elif stream == "pp":
             seconds = 0.0
         elif event.kind != "collective":
             seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
@@ -350,6 +420,10 @@ class _Player:
                 begin = max(begin, self.consumed[stream])
                 self.waiting[stream] = {number for number, _ in event.writes}
         self.free[stream] = end = begin + seconds
+        if event.kind == "copy":
+            self.left |= {number: end for number, _ in event.reads}
+        if event.kind == "collective":
+            self.busy = max(self.busy, end)
         self.line.spans.append(Span(stream, event.name, event.kind, begin, end, 0.0, index))
         self.written(event.writes, stream, end)
 
@@ -368,14 +442,14 @@ class _Player:
             return
         reads = {}
         made = {}
-        for event in self.run:
+        for event in self.run.values():
             for number, size in event.reads:
                 if number not in made:
                     reads[number] = max(size, reads.get(number, 0))
             for number, size in event.writes:
                 made[number] = max(size, made.get(number, 0))
         kept = [(n, size) for n, size in made.items() if self.trace.died.get(n, end) >= end]
-        fused = Event(self.run[-1].name, "memory", 0, list(reads.items()), kept)
-        self.compute(end - len(self.run), fused)
+        fused = Event(event.name, "memory", 0, list(reads.items()), kept)
+        self.compute(min(self.run), fused)
         self.written(made.items(), "compute", self.clock)
-        self.run = []
+        self.run = {}

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from minitrain.bench.decoding import bytes_read, model_reads
 from minitrain.bench.figures import table_convention, token_flops
-from minitrain.bench.measure import result
+from minitrain.bench.measure import announce_time, result
 from minitrain.bench.measure_sampling import (
     decoding_figures,
     make_prompts,
@@ -29,6 +29,7 @@ from minitrain.bench.tables import comparison, details, in_width, markdown, size
 from minitrain.commands import bench as commands
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
+from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import from_dict, load
 from minitrain.run.launch.interrupts import Stopped
 from minitrain.run.monitor.flops import clean, count_work, flops_per_token, nemo_pretrain
@@ -160,6 +161,10 @@ def test_no_reference_no_ratio():
             f"^reference.recipe.stack=nemo is not one of {KNOWN['stacks']}$",
         ),
         (
+            "tokens_per_sec: 5",
+            r"^unknown key reference.tokens_per_sec \(nearest: tokens_per_sec_per_gpu\)",
+        ),
+        (
             "recipe: {compiled: true}",
             r"unknown key reference.recipe.compiled \(nearest: compile\)",
         ),
@@ -170,6 +175,26 @@ def test_wrong_published_figures_are_refused_before_a_run(reference, line, tmp_p
     file.write_text(f"model: llama3-8b-tiny\nreference: {{{reference}}}\n")
     with pytest.raises(InputError, match=line):
         load_row(file, [])
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_row_of_gpus_says_on_a_cpu_how_long_a_step_takes(ranks, capsys, monkeypatch):
+    """72e15 FLOPs at 1 TFLOP/s of each rank; a row of one's own without a machine, and a GPU, say nothing."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    row = {"model": "llama3-8b-tiny", "reference": {"system": "DGX-H100", "gpus": 8}}
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    announce_time(from_dict(row), "row", gpu, 1e12, 72e15)
+    announce_time(from_dict(row | {"reference": {}}), "row", cpu, 1e12, 72e15)
+    assert not capsys.readouterr().out
+    announce_time(from_dict(row), "row", cpu, 1e12, 72e15)
+    assert f"row: a step will take {20 // ranks} hours or more" in capsys.readouterr().out
+
+
+def test_fewer_gpus_than_a_row_has_are_told_what_runs_there():
+    with pytest.raises(
+        InputError, match="--proxy 2 needs one GPU, --dry-run, --simulate and --shr"
+    ):
+        check_layout(load_row(ROOT / "configs/nemo/h100/llama3-8b-pretrain-8gpu.yaml", [])[1], 1)
 
 
 def test_every_convention_that_a_row_may_name_has_a_formula():

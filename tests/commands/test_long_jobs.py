@@ -19,7 +19,7 @@ import minitrain
 from minitrain import InputError, generate
 from minitrain.__main__ import dispatch
 from minitrain.commands import tokenize as tokenize_files
-from minitrain.data.text import text_rows
+from minitrain.data.text import documents
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
@@ -251,7 +251,7 @@ def test_an_interrupted_tokenize_leaves_nothing(tmp_path, number):
 def tokenize_or_stop(folder: Path, monkeypatch, stop_at: int | None, *words: str) -> list[int]:
     """Tokenize folder/in in this process, interrupted at group `stop_at`; return the groups that were read."""
     read = []
-    reader = text_rows.read_documents
+    reader = documents.read_documents
 
     def reading(files, *rest):
         read.append(int(files[0].stem))
@@ -266,7 +266,7 @@ def tokenize_or_stop(folder: Path, monkeypatch, stop_at: int | None, *words: str
         return counts
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_rows, "read_documents", reading)
+        patch.setattr(documents, "read_documents", reading)
         patch.setattr(tokenize_files, "write_groups", one_by_one)
         given = ["--tokenizer", "bytes", "--out", f"{folder}/out", *words]
         with pytest.raises(KeyboardInterrupt) if stop_at is not None else nullcontext():

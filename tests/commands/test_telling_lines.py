@@ -13,10 +13,10 @@ from minitrain import save_pretrained
 from minitrain.__main__ import dispatch
 from minitrain.commands import evaluate, generate, tokenize
 from minitrain.data.byte_tokenizer import ByteTokenizer
-from minitrain.data.chat.chats import read_messages
-from minitrain.data.chat.preferences import read_pair
-from minitrain.data.chat.problems import read_problem
-from minitrain.data.records import counted
+from minitrain.data.chat.read_chats import read_messages
+from minitrain.data.chat.read_pairs import read_pair
+from minitrain.data.chat.read_problems import read_problem
+from minitrain.data.faults.wording import counted
 from minitrain.errors import InputError
 from minitrain.examples import arithmetic
 from minitrain.grpo.rewards import load_reward

@@ -16,7 +16,8 @@ from minitrain import train
 from minitrain.__main__ import dispatch
 from minitrain.commands import tokenize as tokenize_files
 from minitrain.data.byte_tokenizer import ByteTokenizer
-from minitrain.data.text.text_rows import find_documents, open_data, read_documents
+from minitrain.data.text.documents import find_documents, read_documents
+from minitrain.data.text.text_rows import open_data
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config

@@ -5,7 +5,7 @@ import datetime
 import pytest
 import transformers.utils.chat_template_utils
 
-from minitrain.data.chat.chat_templates import DATE
+from minitrain.data.chat.jinja import DATE
 
 
 @pytest.fixture

@@ -13,14 +13,12 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from minitrain.data.chat.chat_templates import Message, built_in, choose_template
-from minitrain.data.chat.chats import (
-    encode_chat,
-    make_sample,
-    read_messages,
-    read_shown,
-    split_reply,
-)
+from minitrain.data.chat.chat_templates import built_in, choose_template
+from minitrain.data.chat.chats import encode_chat, make_sample, split_reply
+from minitrain.data.chat.messages import Message
+from minitrain.data.chat.read_chats import read_messages
+from minitrain.data.chat.read_tools import read_shown
+from minitrain.data.chat.reply_counts import ReplyCounts
 from minitrain.data.chat.sft import MockChats
 from minitrain.data.datasets import open_dataset
 from minitrain.data.tokenizer import ByteTokenizer, encode_after
@@ -42,11 +40,12 @@ from tests.helpers.oracle import check_close
 def test_replies_are_counted_by_dataset_not_by_process():
     """Also in a template that is not a tokenizer's, which is the same for all."""
     chat = [Message("user", "q"), Message("assistant", "a")]
+    template = choose_template("plain", ByteTokenizer())
     for replies in (1, 3):
-        template = choose_template("plain", ByteTokenizer())
+        counts = ReplyCounts()
         for _ in range(replies):
-            encode_chat(chat, template, ByteTokenizer())
-        assert template.replies == replies
+            encode_chat(chat, template, ByteTokenizer(), counts=counts)
+        assert counts.replies == replies
 
 
 def test_plain_by_hand():

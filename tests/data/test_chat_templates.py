@@ -20,17 +20,17 @@ from transformers import AutoTokenizer, GenerationConfig
 from minitrain import Sampler, generate, merge, save_pretrained
 from minitrain.__main__ import dispatch
 from minitrain.commands import generate_text
-from minitrain.data.chat.chat_templates import Message, Rendering, built_in, choose_template
-from minitrain.data.chat.chats import (
-    encode_chat,
-    encode_question,
-    end_of_reply,
-    read_messages,
-    read_shown,
-)
+from minitrain.data.chat.chat_templates import built_in, choose_template
+from minitrain.data.chat.chats import encode_chat, encode_question, end_of_reply
+from minitrain.data.chat.messages import Message
 from minitrain.data.chat.problems import open_problems
+from minitrain.data.chat.read_chats import read_messages
+from minitrain.data.chat.read_tools import read_shown
+from minitrain.data.chat.rendering import Rendering
+from minitrain.data.chat.reply_counts import ReplyCounts
+from minitrain.data.faults.skips import Skips
 from minitrain.data.files import find_files
-from minitrain.data.records import Skips, read_records
+from minitrain.data.records import read_records
 from minitrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
@@ -594,14 +594,15 @@ def test_nulls_that_a_file_shows_are_told(tmp_path, qwens):
     """Of JSON nobody knows who wrote them: they are shown as in transformers, with a note."""
     ours, theirs = qwens["qwen2_5"]
     template = choose_template("auto", ours)
+    counts = ReplyCounts()
     shown = [called({"a": None}), called({"a": {"b": [{"c": None}]}})]
     for turn in (*shown, called({"a": [None]})):
         line = {"messages": [ASK, turn], "tools": TOOLS}
-        found = encode_chat(read_messages(line), template, ours, read_shown(line))[0]
+        found = encode_chat(read_messages(line), template, ours, read_shown(line), counts)[0]
         assert found.tolist() == theirs.apply_chat_template(
             [ASK, turn], tools=TOOLS, return_dict=False
         )
-    assert any(note.startswith("2 chats show null in tools or calls") for note in template.notes)
+    assert any(note.startswith("2 chats show null in tools or calls") for note in counts.notes)
 
 
 def test_calls_that_a_template_drops_count_as_lost(tmp_path):
@@ -613,14 +614,16 @@ def test_calls_that_a_template_drops_count_as_lost(tmp_path):
     )
     turns = [ASK, called({"a": 2, "b": 'say "é"\n'}, content="I add."), answered(), TELL]
     for tokenizer, lost in ((ours, 1), (qwen, 0)):
+        counts = ReplyCounts()
         template = choose_template("auto", tokenizer)
-        encode_chat(read_messages({"messages": turns}), template, tokenizer)
-        assert (template.replies, template.shortened) == (2, lost)
+        encode_chat(read_messages({"messages": turns}), template, tokenizer, counts=counts)
+        assert (counts.replies, counts.shortened) == (2, lost)
     jinja = published("qwen3").replace("tool_call.arguments | tojson", "'{}'")
     part, _ = tokenizer_with(tmp_path / "part", jinja, specials_in(jinja))
+    counts = ReplyCounts()
     template = choose_template("auto", part)
-    encode_chat(read_messages({"messages": turns}), template, part)
-    assert template.shortened == 1
+    encode_chat(read_messages({"messages": turns}), template, part, counts=counts)
+    assert counts.shortened == 1
 
 
 @pytest.mark.parametrize("code", range(0xFDD0, 0xFDD4))

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from minitrain.data.records import pieces_of
+from minitrain.data.faults.wording import SETTINGS
 from minitrain.data.text.text_rows import open_data
-from minitrain.data.wording import SETTINGS
+from minitrain.data.text_files import pieces_of
 from minitrain.errors import InputError
 from minitrain.run.checkpoint.fingerprint import data_files
 from minitrain.run.config.load import from_dict
@@ -322,7 +322,7 @@ def test_a_cache_is_made_once_and_anew_when_a_file_changed(tmp_path, monkeypatch
     first, _ = open_data(data, 8, 258, 0)
     assert tokens_of(first)[ord("x")] == 9
     # which is called no more
-    monkeypatch.setattr("minitrain.data.text.corpus.write_tokens", None)
+    monkeypatch.setattr("minitrain.data.text.token_cache.write_tokens", None)
     same(open_data(data, 8, 258, 0)[0], first)
     monkeypatch.undo()
     time = file.stat().st_mtime_ns
@@ -333,7 +333,9 @@ def test_a_cache_is_made_once_and_anew_when_a_file_changed(tmp_path, monkeypatch
     for changed in ({"field": "b"}, {"on_error": "skip"}):
         open_data(Data("text", str(file), cache=str(cache), **changed), 8, 258, 0)
     assert len(list(cache.glob("*.npz"))) == 4
-    monkeypatch.setattr("minitrain.data.text.corpus.readers_digest", lambda: "another version's")
+    monkeypatch.setattr(
+        "minitrain.data.text.token_cache.readers_digest", lambda: "another version's"
+    )
     open_data(data, 8, 258, 0)
     assert len(list(cache.glob("*.npz"))) == 5
 
@@ -430,19 +432,19 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, kin
     tokenizer = "bytes" if kind == "bytes" else trained_tokenizer(tmp_path, text)
     whole, _ = open_data(Data("text", str(tmp_path / "a.txt"), tokenizer=tokenizer), 8, 400, 0)
     for size in (150, 500, 9000):
-        monkeypatch.setattr("minitrain.data.records.PIECE", size)
+        monkeypatch.setattr("minitrain.data.text_files.PIECE", size)
         cache = str(tmp_path / f"cache-{size}")
         pieces, _ = open_data(
             Data("text", str(tmp_path / "a.txt"), tokenizer=tokenizer, cache=cache), 8, 400, 0
         )
         same(pieces, whole)
     (tmp_path / "empty.txt").write_text("some\r\n\r\n\u3000 text\r\n\n" * 99, newline="")
-    monkeypatch.setattr("minitrain.data.records.PIECE", 100)
+    monkeypatch.setattr("minitrain.data.text_files.PIECE", 100)
     pieces = list(pieces_of(tmp_path / "empty.txt", SETTINGS))
     assert "".join(pieces).encode() == (tmp_path / "empty.txt").read_bytes()
     assert len(pieces) > 15 and max(map(len, pieces)) < 200  # whose tokens may differ
     (tmp_path / "empty.txt").unlink()
-    monkeypatch.setattr("minitrain.data.records.PIECE", 500)
+    monkeypatch.setattr("minitrain.data.text_files.PIECE", 500)
     (tmp_path / "b.txt").write_bytes(text.encode() * 2 + b"\n\xff")
     cached = {"cache": str(tmp_path / "cache"), "tokenizer": tokenizer}
     message = rf"b.txt is not UTF-8 at byte {2 * len(text.encode()) + 1} "

@@ -7,15 +7,11 @@ import re
 
 import pytest
 
-from minitrain.data.chat.chat_templates import (
-    ChatTemplate,
-    Message,
-    Rendering,
-    built_in,
-    choose_template,
-)
-from minitrain.data.chat.chats import read_calls
+from minitrain.data.chat.chat_templates import ChatTemplate, built_in, choose_template
 from minitrain.data.chat.dialogs import ChatDialog
+from minitrain.data.chat.messages import Message
+from minitrain.data.chat.read_tools import read_calls
+from minitrain.data.chat.rendering import Rendering
 from minitrain.data.chat.tool_calls import find_calls
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
@@ -67,9 +63,7 @@ def calls_of(*arguments):
 
 def jinja_of(name):
     jinja = published(name)
-    template = ChatTemplate(jinja)
-    template.special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return template
+    return ChatTemplate(jinja, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minitrain.data.records import Skips
+from minitrain.data.faults.skips import Skips
 from minitrain.data.video.latents import LatentCache, MockLatents, find_buckets, save_video
 from minitrain.errors import InputError
 from minitrain.run.config.load import from_dict

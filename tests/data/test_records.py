@@ -15,8 +15,9 @@ import pyarrow
 import pytest
 
 from minitrain.commands.tokenize import write_tokens
+from minitrain.data.faults.skips import Skips
 from minitrain.data.files import find_files
-from minitrain.data.records import Skips, read_records
+from minitrain.data.records import read_records
 from minitrain.data.text.text_rows import open_data
 from minitrain.errors import InputError
 from minitrain.settings import Data

@@ -9,8 +9,10 @@ import re
 
 import pytest
 
-from minitrain.data.records import Skips, decode, read_records
-from minitrain.data.wrong_text import encoding_of, not_json
+from minitrain.data.faults.skips import Skips
+from minitrain.data.faults.wrong_text import encoding_of, not_json
+from minitrain.data.records import read_records
+from minitrain.data.text_files import decode
 from minitrain.errors import InputError
 from minitrain.run.config.load import load
 

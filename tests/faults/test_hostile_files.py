@@ -22,8 +22,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitrain.data.chat.chat_templates import Message, Rendering, choose_template
+from minitrain.data.chat.chat_templates import choose_template
 from minitrain.data.chat.chats import encode_chat
+from minitrain.data.chat.messages import Message
+from minitrain.data.chat.rendering import Rendering
 from minitrain.data.tokenizer import ByteTokenizer, fitting_tokenizer, load_tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.hf import find_weights, load_pretrained, save_pretrained

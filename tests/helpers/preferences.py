@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minitrain.data.chat.preferences import Pairs, scored_sample
-from minitrain.data.text.text_rows import Sample
+from minitrain.data.sample import Sample
 from minitrain.errors import InputError
 from minitrain.grpo.batches import reply_example
 from minitrain.run.config import load as configs

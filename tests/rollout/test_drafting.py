@@ -1,7 +1,6 @@
 """Decoding with drafts: the tokens are those without, whatever the drafts are."""
 
 import copy
-import itertools
 import re
 import weakref
 from functools import partial
@@ -24,6 +23,7 @@ from minitrain.run.tasks.train_model import check_sources
 from minitrain.settings import Rollout
 from tests.helpers.families import families
 from tests.helpers.grpo import TREE
+from tests.helpers.oracle import grouped_mm_by_expert
 from tests.helpers.sampling import make, prompts_of, uncached
 
 FAMILIES = [name.removesuffix("-tiny") for name in families()]
@@ -43,6 +43,7 @@ PREDICTORS = {
     "llama3-8b": dict(num_nextn_predict_layers=1),
     "kimi-k2": dict(num_nextn_predict_layers=2, tie_word_embeddings=True),
     "nemotron3-super-120b-a12b": dict(num_nextn_predict_layers=1),
+    "qwen3-next-80b-a3b": dict(num_nextn_predict_layers=1),
 }
 # families that are also sampled one at a time
 ALONE = ("qwen3-32b", "deepseek-v3", "nemotron3-nano-30b-a3b")
@@ -52,14 +53,7 @@ ROOMY = dict(slots=16, page_size=4, pages=200)
 @pytest.fixture(autouse=True)
 def experts_in_fp64(monkeypatch):
     """torch has no grouped product of this type."""
-
-    def by_expert(x, y, offs):
-        ends = [0, *offs.tolist()]
-        parts = [x[a:b] @ y[i] for i, (a, b) in enumerate(itertools.pairwise(ends))]
-        # rows beyond the last expert's belong to none
-        return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], y.shape[2])])
-
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", by_expert)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm_by_expert)
 
 
 def disturbed(model: Decoder, by: float = 0.02) -> Decoder:
@@ -73,7 +67,7 @@ def disturbed(model: Decoder, by: float = 0.02) -> Decoder:
 
 def draft_for(model: Decoder) -> Decoder:
     """As `disturbed`; for a hybrid, a model of attention alone."""
-    if "M" not in model.config.layer_pattern:
+    if not model.config.is_recurrent:
         return disturbed(model)
     return make("qwen3-32b", vocab_size=model.config.vocab_size).to(model.head_weight.dtype)
 
@@ -344,7 +338,7 @@ def test_drafts_that_cannot_be():
         Sampler(make("qwen3-32b"), draft=make("qwen3-32b", vocab_size=300))
     with pytest.raises(InputError, match="^the draft model knows 0 tokens"):
         check_draft(config, model_config("wan2.1-1.3b-tiny"))
-    with pytest.raises(InputError, match="^the draft model has Mamba layers"):
+    with pytest.raises(InputError, match="^the draft model has recurrent layers"):
         Sampler(make("qwen3-32b"), draft=make("nemotron3-nano-30b-a3b"))
     with pytest.raises(InputError, match="^rollout.draft=small: the sampler needs that model"):
         Sampler(make("qwen3-32b"), settings=Rollout(draft="small"))

@@ -16,7 +16,9 @@ from minitrain.simulator.timeline import load_system, play
 from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace
 from tests.helpers.simulator import policy
 
-SYSTEM = replace(load_system("dgx-h100"), launch=0.0, latency=0.0, step=0.0, memory=2.9e12)
+SYSTEM = replace(
+    load_system("dgx-h100"), launch=0.0, latency=0.0, step=0.0, memory=2.9e12, spread=0.0
+)
 CAUSAL = replace(SYSTEM.attention["causal"], start=0)
 SYSTEM = replace(
     SYSTEM, attention={"causal": CAUSAL, "flex": replace(CAUSAL, forward=CAUSAL.forward / 2)}
@@ -82,6 +84,13 @@ def test_a_host_that_launches_each_layer_of_experts():
     assert (
         launch_seconds(from_dict(tree | {"model": "llama3-8b-tiny", "parallel": {}}), slow) == 0
     )
+    # of Nemotron's 4 layers, one Mamba, one attention and two of experts
+    hybrid = from_dict({"model": "nemotron3-nano-30b-a3b-tiny", "batch": tree["batch"]})
+    experts = hybrid.model.config.num_experts
+    assert hybrid.model.config.layer_pattern.count("E") < hybrid.model.config.num_layers
+    assert launch_seconds(hybrid, slow) == 24 * hybrid.model.config.layer_pattern.count("E") * (
+        5 + 0.5 * experts
+    )
     host = 4 * (5 + 0.5 * 8)
     for busy in (1, 2 * host):  # seconds
         trace = trace_of(ATTENTION._replace(flops=int(busy * CAUSAL.forward)))
@@ -138,7 +147,7 @@ def test_a_pipeline_that_fills_and_drains_several_times():
     for at_once, steps in ((8, 8 + 1), (4, 2 * (4 + 1))):
         parts = time_traces(config, traces, SYSTEM, at_once).breakdown(place=1)
         idle = pytest.approx((steps - 8) * 3)
-        nothing = {"exposed communication": pytest.approx(0), "gaps": 0}
+        nothing = {"exposed communication": pytest.approx(0), "slowest rank": 0, "gaps": 0}
         assert parts == {"attention": pytest.approx(8 * 3), "bubble": idle} | nothing
     waits = replace(SYSTEM, step=1.0)  # for the host, which is no bubble
     assert time_traces(config, traces, waits, 8).breakdown(place=1) == parts | {

@@ -1,7 +1,9 @@
 """What stands for other micro-batches, the ranking of layouts, and what a trace file shows."""
 
 import dataclasses
+import itertools
 import json
+import statistics
 from unittest import mock
 
 import pytest
@@ -39,11 +41,15 @@ from minitrain.simulator.simulate import (
     few_micro_batches,
     record,
     representatives,
+    sent_rows,
     time_traces,
     with_balanced_experts,
 )
-from minitrain.simulator.timeline import Span, Timeline, load_system
-from minitrain.simulator.trace import Event, Trace, Tracer
+from minitrain.simulator.timeline import Rows, Span, Timeline, load_system
+from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace, Tracer
+from minitrain.training.build import initialize
+from tests.helpers.oracle import count_flops
+from tests.helpers.simulator import SECOND
 
 TREE = {
     "model": {"name": "llama3-8b-tiny", "num_layers": 1},
@@ -51,6 +57,22 @@ TREE = {
     "parallel": {"dp_shard": 2},
     "device": "cpu",
 }
+
+
+def test_products_of_a_delta_rule_are_those_that_run():
+    """A step of one layer over two chunks: FLOPs as torch counts them of the model on the CPU."""
+    tree = TREE | {
+        "model": {"name": "qwen3.5-9b-tiny", "num_layers": 1, "layer_pattern": "d"},
+        "batch": {"global": 2, "micro": 1, "seq_len": 100},
+    }
+    config = configs.from_dict(tree)
+    events = trace_step(config, 2).events
+    # those of several matrices are the rule's
+    found = sum(event.flops for event in events if event.kind == "gemm" and event.sizes[0] > 1)
+    model = Decoder(config.model.config)
+    initialize(model, 0)
+    counted = count_flops(lambda: model(torch.arange(100)[None]).sum().backward())
+    assert found == counted["aten.bmm"] > 0
 
 
 def test_few_micro_batches_stand_for_all_exactly():
@@ -121,8 +143,11 @@ def test_breakdown_adds_up_to_the_step():
     assert alone.breakdown() == parts | {
         "exposed communication": 3 * 0.5,
         "tail": 1.0,
+        "slowest rank": 0.0,
         "gaps": 0.0,
     }
+    late = dataclasses.replace(alone, slowest=0.25).breakdown()
+    assert (late["tail"], late["slowest rank"]) == (0.75, 0.25)
     host = dataclasses.replace(alone, host=0.25).breakdown()
     assert (host["tail"], host["gaps"]) == (0.75, 0.25)
     assert dataclasses.replace(alone, step=3.5).breakdown()["tail"] == 0.0
@@ -130,6 +155,7 @@ def test_breakdown_adds_up_to_the_step():
     assert staged.breakdown() == parts | {
         "exposed communication": 0.5,
         "bubble": 2.0,
+        "slowest rank": 0.0,
         "gaps": 0.0,
     }
 
@@ -279,10 +305,45 @@ def test_forms_of_fp8_run_the_same_products_on_fp8_units(form):
     assert play.call_args.args[1].fp8 == system.fp8 * {"row": 0.925, "mx": 1.0}[form]
 
 
-def test_copies_to_the_host_are_refused():
-    config = configs.from_dict({"recompute": "offload"})
-    with pytest.raises(InputError, match="recompute=offload is not simulated"):
-        time_traces(config, {}, load_system("dgx-h100"))
+@pytest.mark.parametrize("sent_to", ["ranks", "random_ranks", "experts"])
+def test_rows_that_are_sent_to_experts(sent_to):
+    """Of all ways to choose 3 of 8 experts on 4 ranks in 2 domains, beside the fake gate's: tokens that each take the
+    next 3."""
+    shape = {"name": "qwen3-30b-a3b-tiny", "num_experts": 8, "num_experts_per_tok": 3}
+    tree = {"batch": {"global": 4, "micro": 1, "seq_len": 64}, "parallel": {"ep": 4}}
+    drawn = [set(chosen) for chosen in itertools.combinations(range(8), 3)]
+    fake = [{n % 8 for n in range(3 * token, 3 * token + 3)} for token in range(8)]
+
+    def parts(choices, size: int) -> float:
+        return statistics.mean(len({expert // size for expert in chosen}) for chosen in choices)
+
+    system = dataclasses.replace(SECOND, sent_to=sent_to, domain=2)
+    traced = parts(fake, 2)
+    expected = {
+        "ranks": Rows(parts(drawn, 2) / traced, parts(drawn, 2) / traced, 3 / traced),
+        "random_ranks": Rows(parts(drawn, 2) / traced, parts(drawn, 4) / traced, 3 / traced),
+        "experts": Rows(*[3 / traced] * 3),
+    }[sent_to]
+    config = configs.from_dict(tree | {"model": shape})
+    assert sent_rows(config, system) == pytest.approx(expected)
+    balanced = configs.from_dict(tree | {"model": shape | {"fake_balanced_gate": True}})
+    if sent_to == "ranks":
+        expected = Rows(1.0, 1.0, 3 / traced)
+    assert sent_rows(balanced, system) == pytest.approx(expected)
+    alone = configs.from_dict(tree | {"model": shape, "parallel": {}})
+    assert sent_rows(alone, system) == Rows()
+
+
+def test_a_step_waits_for_its_slowest_rank():
+    """What a rank does in 3 seconds takes 3 (1 + 0.01 x 1.43) with 8 ranks; the host waits for none of them."""
+    event = Event("mm", "gemm", 3, [], [])
+    trace = Trace([event], peak=dict.fromkeys(MEMORY_KINDS, 0))
+    system = dataclasses.replace(SECOND, spread=0.01, step=2.0)
+    for ranks in (1, 8):
+        tree = TREE | {"parallel": {"dp_shard": ranks}}
+        found = time_traces(configs.from_dict(tree), {0: trace}, system)
+        waits = 3 * system.slowest(ranks)
+        assert (found.slowest, found.step) == pytest.approx((waits, 3 + waits + 2))
 
 
 def test_experts_in_fp32_are_refused():

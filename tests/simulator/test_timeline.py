@@ -11,7 +11,7 @@ import pytest
 from minitrain.bench.rows import constants, published_rows
 from minitrain.errors import InputError
 from minitrain.simulator import timeline
-from minitrain.simulator.timeline import System, load_system, play
+from minitrain.simulator.timeline import Rows, System, load_system, play
 from minitrain.simulator.trace import Event, Trace
 from tests.helpers.simulator import SECOND
 
@@ -355,6 +355,58 @@ def test_collectives(name, ranks, seconds):
     besides = 5 if "all_to_all" in name or "alltoall" in name else 0
     assert costly.collective_seconds(event, list(ranks)) == pytest.approx(seconds + besides)
     assert costly.collective_seconds(of_heads, list(ranks)) == pytest.approx(seconds)
+
+
+def test_messages_of_other_stacks():
+    """Half of 64 bytes leaves the domain at 0.5 bytes/s; of 3 times as many, twice as many leave it. Each of 4 times as
+    many is moved twice more at 1 byte/s. Those of tensor parallelism run beside products for half of their time."""
+    experts = Event("all_to_all_single", "collective", 0, [], [], payload=64, dimension="ep")
+    theirs = dataclasses.replace(SECOND, rows=Rows(3, 2, 4), passes=2)
+    assert theirs.collective_seconds(experts, list(range(16))) == 2 * 64 + 2 * 4 * 64
+    assert theirs.collective_seconds(experts, list(range(8))) == 3 * 64 * 7 / 8 / 2 + 2 * 4 * 64
+    heads = experts._replace(dimension="cp")
+    assert theirs.collective_seconds(heads, list(range(16))) == 64
+    tensor = Event("allgather_base", "collective", 0, [], [], payload=64, dimension="tp")
+    halved = dataclasses.replace(SECOND, tensor=0.5)
+    assert halved.collective_seconds(tensor, list(range(8))) == 64 * 7 / 8 / 2 / 2
+
+
+@pytest.mark.parametrize(("work", "end"), [(2, 2.5), (8, 9.0)])
+def test_kernels_are_slower_beside_a_collective(work, end):
+    """An all-gather of 4 seconds takes a quarter of the multiprocessors: a kernel of 2 ends before it, one of 8 does
+    not, and loses 4 x 1 / 4."""
+    trace = Trace(
+        [collective("allgather_base", "shards", 16, writes=[2]), kernel(writes=[3], flops=work)],
+        groups=GROUPS,
+    )
+    system = dataclasses.replace(SECOND, channels=1, gemm_tiles=4)
+    assert spans(trace, system) == [("dp_shard", 0, 4), ("compute", 0, end)]
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 1024])
+def test_the_slowest_of_many_ranks(ranks):
+    """The expected largest of as many normal numbers, by integration of its density."""
+    normal = statistics.NormalDist()
+    points = [-8 + i / 500 for i in range(8001)]
+    mean = sum(x * ranks * normal.cdf(x) ** (ranks - 1) * normal.pdf(x) / 500 for x in points)
+    system = dataclasses.replace(SECOND, spread=0.01)
+    assert system.slowest(ranks) == pytest.approx(0.01 * mean, rel=0.01)
+    assert system.slowest(1) == 0
+
+
+def test_a_fused_kernel_is_known_by_its_first_event():
+    """Waits between its events are no part of it."""
+    trace = Trace(
+        [
+            collective("all_gather_into_tensor", "tensor", 4, reads=[9], writes=[1]),
+            Event("wait_tensor", "wait", 0, [(1, 4)], [(2, 4)]),
+            elementwise({2: 4}, {3: 4}),
+            Event("wait_tensor", "wait", 0, [(1, 4)], [(4, 4)]),
+            elementwise({3: 4, 4: 4}, {5: 4}),
+        ],
+        groups=GROUPS,
+    )
+    assert [s.event for s in play(trace, SECOND, True).spans if s.stream == "compute"] == [2]
 
 
 def test_a_machine_cannot_inherit_attention_that_is_faster_than_its_products(monkeypatch):

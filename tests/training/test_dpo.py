@@ -10,9 +10,10 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from minitrain import load_pretrained, train
-from minitrain.data.chat.preferences import Pairs, read_pair
+from minitrain.data.chat.preferences import Pairs
+from minitrain.data.chat.read_pairs import read_pair
 from minitrain.data.datasets import open_dataset
-from minitrain.data.records import counted
+from minitrain.data.faults.wording import counted
 from minitrain.errors import InputError
 from minitrain.run.config import load as configs
 from minitrain.settings import DPO

@@ -6,7 +6,8 @@ from pathlib import Path
 from minitrain.data import tokenizer
 from minitrain.data.byte_tokenizer import ByteTokenizer
 from minitrain.data.chat.chat_templates import ChatTemplate, choose_template
-from minitrain.data.chat.chats import encode_question, end_of_reply, read_turns
+from minitrain.data.chat.chats import encode_question, end_of_reply
+from minitrain.data.chat.read_chats import read_turns
 
 
 class WithChats:

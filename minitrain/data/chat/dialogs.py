@@ -8,8 +8,12 @@ of it in a chat of the past.
 
 from typing import Any
 
-from minitrain.data.chat.chat_templates import ChatTemplate, Message, Rendering
-from minitrain.data.chat.chats import encode_pieces, encode_question, read_shown, read_turns
+from minitrain.data.chat.chat_templates import ChatTemplate
+from minitrain.data.chat.chats import encode_pieces, encode_question
+from minitrain.data.chat.messages import Message
+from minitrain.data.chat.read_chats import read_turns
+from minitrain.data.chat.read_tools import read_shown
+from minitrain.data.chat.rendering import Rendering
 from minitrain.data.chat.tool_calls import find_calls
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError

@@ -1,73 +1,86 @@
 """Preference data: pairs of chats that differ in their last replies, side by side in a row.
 
-A line is {"prompt": ..., "chosen": ..., "rejected": ...}, as TRL has it: texts or lists of messages;
-a reply may also be one message, and the prompt `messages` or `conversations`, as LLaMA-Factory and
-axolotl have them, or what both lists begin with. Only what follows is learned. Tools, a system text
-and masks stand beside them as in data/chat/chats.py.
+read_pairs.py reads a pair from a line.
 """
 
-from itertools import takewhile
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 
-from minitrain.data.chat.chat_templates import Chat, Message, choose_template
-from minitrain.data.chat.chats import (
-    encode_chat,
-    is_learned,
-    make_sample,
-    prompt_of,
-    read_shown,
-    read_turns,
-    refuse_unread,
-    usual_key,
-    with_system,
-    words_of,
-)
-from minitrain.data.chat.keys import CHATS, LEARNED_LINE, PROMPTS, UNREAD_IN_LINE
-from minitrain.data.chat.sft import Chats, fit_sample
+from minitrain.data.chat.chat_templates import choose_template
+from minitrain.data.chat.chats import encode_chat, make_sample, split_reply
+from minitrain.data.chat.read_pairs import read_pair
+from minitrain.data.chat.read_tools import read_shown
+from minitrain.data.chat.reply_counts import ReplyCounts
+from minitrain.data.chat.sample_rows import SampleRows, fit_sample
+from minitrain.data.faults.skips import Skips
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
-from minitrain.data.records import Skips, other_task, read_records
+from minitrain.data.records import read_records
 from minitrain.data.sample import Sample
 from minitrain.data.text.text_rows import Row
 from minitrain.data.tokenizer import fitting_tokenizer
-from minitrain.data.wording import SETTINGS
 from minitrain.errors import InputError
-from minitrain.hashing import nth
 from minitrain.settings import Config
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import PADDING, pack_row
 
-SIDES = ("chosen", "rejected")
+# the samples of the chosen and of the rejected chat
+Pair = list[Sample]
 MOCK_PAIRS = 64
 
 
 def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
     """Return the training pairs in rows, and the held-out ones, or None; see `open_chats`.
 
-    A pair fits a row: a chat of more than half a row is truncated, or its pair dropped, as it is in
-    any case with task=reward, for which a chat's last token counts. So is a
-    pair whose chats are the same, as far as they fit.
+    Raises InputError, with FILE:LINE, for a line that is no pair.
     """
     data = config.data
     half = config.batch.seq_len // 2
     if data.kind == "mock":
         return mock_pairs(config, split=0), mock_pairs(config, split=1)
+    skips = Skips(data.on_error == "skip")
+    counts = ReplyCounts()
+    pairs, note = fit_pairs(read_pairs(config, skips, counts), half, data.over_long)
+    note += skips.aside
+    if not pairs:
+        raise InputError(
+            f"data.path={data.path} holds no pair to learn from with batch.seq_len={2 * half}{note}"
+        )
+    held = None
+    if data.validation:
+        pairs, held = split_off(pairs, data.validation, config.seed)
+        held = Pairs(held, config)
+    return Pairs(pairs, config, note, counts), held
+
+
+def read_pairs(config: Config, skips: Skips, counts: ReplyCounts) -> Iterator[Pair]:
+    """Yield the pairs of all lines of all files, in order and however long. counts: gets the replies."""
+    data = config.data
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)
+    make = scored_sample if config.task == "reward" else make_sample
 
-    def read(record: dict) -> list[Sample]:
+    def read(record: dict) -> Pair:
         shown = read_shown(record)
         chats = read_pair(record)
-        return [make(*encode_chat(chat, template, tokenizer, shown)) for chat in chats]
+        return [make(*encode_chat(chat, template, tokenizer, shown, counts)) for chat in chats]
 
-    make = scored_sample if config.task == "reward" else make_sample
-    skips = Skips(data.on_error == "skip")
-    pairs = []
+    return read_records(find_files(data), read, skips)
+
+
+def fit_pairs(pairs: Iterable[Pair], half: int, over_long: str) -> tuple[list[Pair], str]:
+    """Return the pairs that fit a row, and a note on those that did not.
+
+    A chat of more than `half` a row is truncated, or its pair dropped, as it is in any case with
+    task=reward, for which a chat's last token counts. So is a pair whose chats are the same, as far
+    as they fit.
+    """
+    kept = []
     dropped = truncated = alike = 0
-    for pair in read_records(find_files(data), read, skips):
-        cut = [fit_sample(sample, half, data.over_long) for sample in pair]
+    for pair in pairs:
+        cut = [fit_sample(sample, half, over_long) for sample in pair]
         if None in cut:
             dropped += 1
         # nothing tells them apart: the loss is log 2, its gradient the noise of rounding
@@ -75,23 +88,14 @@ def open_pairs(config: Config) -> "tuple[Pairs, Pairs | None]":
             dropped += 1
             alike += 1
         else:
-            pairs.append(cut)
+            kept.append(cut)
             truncated += any(len(sample.tokens) > half for sample in pair)
-    counts = f" ({dropped:,} dropped)" if dropped else ""
+    note = f" ({dropped:,} dropped)" if dropped else ""
     if truncated:
-        counts += f", {truncated:,} truncated to {half:,} tokens a reply,"
+        note += f", {truncated:,} truncated to {half:,} tokens a reply,"
     if alike:
-        counts += f" {alike:,} dropped as both replies are the same so far,"
-    counts += skips.aside
-    if not pairs:
-        raise InputError(
-            f"data.path={data.path} holds no pair to learn from with batch.seq_len={2 * half}{counts}"
-        )
-    held = None
-    if data.validation:
-        pairs, held = split_off(pairs, data.validation, config.seed)
-        held = Pairs(held, config)
-    return Pairs(pairs, config, note=counts, template=template), held
+        note += f" {alike:,} dropped as both replies are the same so far,"
+    return kept, note
 
 
 def scored_sample(tokens: np.ndarray, said: np.ndarray) -> Sample:
@@ -112,94 +116,31 @@ def mock_pairs(config: Config, split: int) -> "Pairs":
     return Pairs(pairs, config)
 
 
-def read_pair(record: dict) -> list[Chat]:
-    """Return the chats with the chosen and the rejected reply; the turns they share are not learned.
-
-    Raises InputError for a line that is no such pair.
-    """
-    if any(record.get(key) is None for key in SIDES) and (
-        other := other_task(record, SETTINGS, "chat", "document")
-    ):
-        raise InputError(f"{other} (a pair has 'chosen' and 'rejected')")
-    beside = {key: value for key, value in record.items() if key not in SIDES}
-    refuse_unread(beside, UNREAD_IN_LINE, "the messages")
-    asked = read_prompt(beside)
-    pair = []
-    for key in SIDES:
-        turns = read_reply(record, key, asked)
-        # some data sets repeat the prompt here
-        if turns[: len(asked)] != asked:
-            turns = asked + turns
-        pair.append(with_system(turns, record))
-    alike = takewhile(lambda turns: turns[0] == turns[1], zip(*pair, strict=False))
-    shared = len(list(alike))
-    if pair[0] == pair[1]:
-        raise InputError("'chosen' and 'rejected' are the same, so nothing is to be learned")
-    for key, turns in zip(SIDES, pair, strict=True):
-        if not any(turn.role == "assistant" for turn in turns[shared:]):
-            raise InputError(f"{key!r} has no reply of its own beside the other's")
-    if not is_learned(beside, LEARNED_LINE):
-        shared = max(map(len, pair))
-    marked = []
-    for chat in pair:
-        before = [turn._replace(learned=False) for turn in chat[:shared]]
-        marked.append(before + chat[shared:])
-    return marked
-
-
-def read_prompt(record: dict) -> Chat:
-    """Return the messages before both replies; none where the replies' lists hold them."""
-    key = usual_key(record, PROMPTS + CHATS)
-    if key is None or not record[key]:
-        return []
-    if isinstance(record[key], list):
-        refuse_unread(record, ["context"], "the messages")
-        return read_turns(record, key)
-    return [Message("user", prompt_of(record, key))]
-
-
-def read_reply(record: dict, key: str, asked: Chat) -> Chat:
-    """Return the messages of a list, or one of a text that answers what is `asked`."""
-    if isinstance(record.get(key), dict):
-        record = {key: [record[key]]}
-    if isinstance(record.get(key), list):
-        return read_turns(record, key)
-    reply = Message("assistant", words_of(record, key))
-    if not asked:
-        raise InputError(f"{key!r} is a text, and there is no 'prompt' that it answers")
-    return [reply]
-
-
-class Pairs(Chats):
+class Pairs(SampleRows):
     """Pairs of samples in rows: documents 2 i and 2 i + 1 of a row are chosen and rejected.
 
     reference: the log-probabilities of each row's replies, [rows, replies], as training/dpo.py
         computes them; 0 before.
     """
 
-    noun = "pair"
-
-    def __init__(self, pairs: list[list[Sample]], config: Config, **more):
-        # the rows are those of samples as long as the pairs
-        joined = []
-        for pair in pairs:
-            tokens = np.concatenate([sample.tokens for sample in pair])
-            labels = np.concatenate([sample.labels for sample in pair])
-            joined.append(Sample(tokens, labels))
+    def __init__(
+        self, pairs: list[Pair], config: Config, note: str = "", counts: ReplyCounts | None = None
+    ):
+        lengths = [sum(len(sample.tokens) for sample in pair) for pair in pairs]
         packed = config.data.packed is not False
-        super().__init__(joined, config.batch.seq_len, config.seed, packed, True, **more)
+        super().__init__(lengths, config.batch.seq_len, config.seed, packed, "pair", note, counts)
         self.pairs = pairs
-        # which `questions` asks
-        self.samples = [pair[0] for pair in pairs]
         self.reference = torch.zeros(len(self.rows), 2 * max(map(len, self.rows)))
+
+    def questions(self, count: int) -> list[tuple[list[int], list[int]]]:
+        """Return the chosen chats of the first `count` pairs, each split before its last reply."""
+        return [split_reply(chosen) for chosen, _ in self.pairs[:count]]
 
     def row(self, n: int) -> Row:
         """Return row n, with its index and the reference's log-probabilities."""
-        _, number = nth(n, len(self), self.seed)
-        samples = []
-        for i in self.rows[number]:
-            samples += [sample._asdict() for sample in self.pairs[i]]
+        samples = [sample._asdict() for i in self.chosen(n) for sample in self.pairs[i]]
         row = pack_row(samples, self.seq_len, PADDING)
+        number = self.number(n)
         row["row"] = torch.tensor(number)
         row["reference"] = self.reference[number]
         return row

@@ -1,57 +1,39 @@
-"""Problems for reinforcement learning: prompts with right answers, read from JSONL or made up.
+"""Problems for reinforcement learning: prompts with right answers, from files or made up.
 
-A line has a prompt and an answer, each under one of its usual names (those of GSM8K,
-OpenMathInstruct-2, DAPO-Math-17k and their like). Or it has a chat whose last message is the
-assistant's answer. The chat template (see data/chat/chat_templates.py) turns the prompt into tokens, up
-to where the response begins, and says which token ends a response. The tokens at which the model
-ends any text end it, too: else the model would go on with another text, and be rewarded for that.
+read_problems.py reads one from a line. The chat template turns the prompt into tokens, up to where
+the response begins, and says which token ends a response. The tokens at which the model ends any
+text end it, too: else the model would go on with another text, and be rewarded for that.
 
 Which problems a step takes is a pure function of the seed and the step.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from minitrain.data.chat.chat_templates import Chat, ChatTemplate, Message, choose_template
+from minitrain.data.chat.chat_templates import ChatTemplate, choose_template
 from minitrain.data.chat.chats import (
-    chat_key,
     encode_chat,
     encode_question,
     end_of_reply,
     make_sample,
-    prompt_of,
-    read_shown,
-    read_turns,
-    refuse_unread,
     split_reply,
-    usual_key,
-    with_system,
-    words_of,
 )
-from minitrain.data.chat.keys import LEARNED_LINE, PROMPTS, UNREAD_IN_LINE
+from minitrain.data.chat.messages import Chat, Message
+from minitrain.data.chat.read_problems import read_problem
+from minitrain.data.chat.read_tools import read_shown
+from minitrain.data.faults.skips import Skips
+from minitrain.data.faults.wording import counted
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
-from minitrain.data.records import Number, Skips, counted, other_task, read_records
+from minitrain.data.records import read_records
 from minitrain.data.sources import train_and_held_out
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
 from minitrain.data.toys import load_toy
-from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError, located
-from minitrain.grpo.batches import Problem
+from minitrain.grpo.responses import Problem
 from minitrain.hashing import nth
 from minitrain.models.decoder_config import DecoderConfig, find_ends
 from minitrain.settings import Config
-
-# keys of an answer, of which the first that holds something counts
-ANSWERS = (
-    "expected_answer",
-    "answer",
-    "ground_truth",
-    "solution",
-    "response",
-    "output",
-    "completion",
-)
 
 
 class Problems:
@@ -84,44 +66,64 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
         return trained[0], held[0], *trained[2:]
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)
-    made_up = data.kind == "mock"
     skips = Skips(data.on_error == "skip")
-
-    # environments make what they need of a line; warming up takes questions with answers
-    free = bool(config.grpo.environment) and not config.grpo.warmup_steps
-
-    def read(row: dict) -> Problem:
-        if free:
-            return Problem([], [], "", row)
-        messages, answer = read_problem(row, config.grpo.prompt_key, config.grpo.answer_key)
-        problem = encode_problem(messages, answer, row, template, tokenizer)
-        check_length(problem, config)
-        return problem
-
+    made_up = data.kind == "mock"
     if made_up:
-        digits = config.grpo.mock_digits
-        with located(f"grpo.mock_digits={digits}"):
-            generated = load_toy("reversal")(digits)
-            problems = [encode_problem(*each, template, tokenizer) for each in generated]
-            check_length(problems[0], config)
+        problems = make_problems(config, template, tokenizer)
     else:
-        problems = list(read_records(find_files(data), read, skips))
+        problems = list(read_problems(config, template, tokenizer, skips))
     if not problems:
         raise InputError(f"data.path={data.path} holds no problem{skips.aside}")
-    # random weights have never seen an end of their own
-    shape = config.model.config if config.model.path else DecoderConfig()
-    end = problems[0].reply[-1] if problems[0].reply else end_of_reply(template, tokenizer)
-    if end is None:
-        raise InputError(
-            f"{template.name} does not show where a reply ends (use data.template=llama3, chatml or plain)"
-        )
-    ends = find_ends(shape, end, tokenizer.eos_id)
+    ends = end_tokens(config, problems[0], template, tokenizer)
     share = data.validation or (0.1 if made_up else 0)
     if not share:
         return Problems(problems, config.seed, skips.aside), None, tokenizer, ends
     sides = split_by_prompt(problems, share, config.seed)
     train, held = (Problems(side, config.seed, skips.aside) for side in sides)
     return train, held, tokenizer, ends
+
+
+def make_problems(config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> list[Problem]:
+    """Return the problems of the toy world: digits to be reversed."""
+    digits = config.grpo.mock_digits
+    with located(f"grpo.mock_digits={digits}"):
+        generated = load_toy("reversal")(digits)
+        problems = [encode_problem(*each, template, tokenizer) for each in generated]
+        check_length(problems[0], config)
+    return problems
+
+
+def read_problems(
+    config: Config, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips
+) -> Iterator[Problem]:
+    """Yield the problems of all lines of all files, in order."""
+    grpo = config.grpo
+    # environments make what they need of a line; warming up takes questions with answers
+    free = bool(grpo.environment) and not grpo.warmup_steps
+
+    def read(row: dict) -> Problem:
+        if free:
+            return Problem([], [], "", row)
+        messages, answer = read_problem(row, grpo.prompt_key, grpo.answer_key)
+        problem = encode_problem(messages, answer, row, template, tokenizer)
+        check_length(problem, config)
+        return problem
+
+    return read_records(find_files(config.data), read, skips)
+
+
+def end_tokens(
+    config: Config, problem: Problem, template: ChatTemplate, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """Return the tokens that end a response, the one that ends a problem's right reply first."""
+    end = problem.reply[-1] if problem.reply else end_of_reply(template, tokenizer)
+    if end is None:
+        raise InputError(
+            f"{template.name} does not show where a reply ends (use data.template=llama3, chatml or plain)"
+        )
+    # random weights have never seen an end of their own
+    shape = config.model.config if config.model.path else DecoderConfig()
+    return find_ends(shape, end, tokenizer.eos_id)
 
 
 def split_by_prompt(
@@ -186,81 +188,3 @@ def check_length(problem: Problem, config: Config) -> None:
 
 
 # --- JSON lines
-
-
-def read_problem(row: dict, prompt_key: str, answer_key: str) -> tuple[Chat, str]:
-    """Return the messages and the answer of a line.
-
-    An empty key stands for the first usual name that holds something.
-    """
-    chat = chat_key(row)
-    if 0 in (row.get(key) for key in LEARNED_LINE):
-        raise InputError("the line is not to be learned (remove it)")
-    turns, last = read_question(row, prompt_key)
-    if chat is None or prompt_key:
-        return turns, answer_of(row, answer_key)
-    if not turns or last is None:
-        raise InputError(
-            f"{chat!r} must end with the assistant's answer to what comes before (if all of it is the prompt, "
-            f"say so: grpo.prompt_key={chat})"
-        )
-    if not last.learned:
-        raise InputError(f"the last message of {chat!r} is masked, but it is the answer")
-    answer = words_of(last.as_dict(), "content")
-    return turns, answer_of(row, answer_key) if answer_key else answer
-
-
-def read_question(
-    row: dict, key: str = "", words: Wording = SETTINGS
-) -> tuple[Chat, Message | None]:
-    """Return the messages that a reply is to follow, and the line's own reply if it ends a chat.
-
-    key: of the prompt; without one it is a chat's beginning, or under the first usual name that
-    holds something. Raises InputError for what the model should be shown, and would not.
-    """
-    refuse_unread(row, UNREAD_IN_LINE, "the prompt")
-    chat = chat_key(row)
-    last = None
-    if chat is None or key:
-        turns = read_prompt(row, key, words)
-    else:
-        refuse_unread(row, ["context"], "the messages")
-        turns = read_turns(row, chat)
-        if turns and turns[-1].role == "assistant":
-            *turns, last = turns
-    return with_system(turns, row), last
-
-
-def read_prompt(row: dict, key: str, words: Wording) -> Chat:
-    """Return a prompt's messages: text, which is the user's, or a list. key: see `read_problem`."""
-    name = key or usual_name(row, PROMPTS, "prompt", words)
-    if isinstance(row.get(name), list):
-        refuse_unread(row, ["context"], "the messages")
-        turns = read_turns(row, name)
-        if not turns:
-            raise InputError(f"{name!r} is empty")
-        return turns
-    return [Message("user", words_of(row, key) if key else prompt_of(row, name))]
-
-
-def answer_of(row: dict, key: str) -> str:
-    """Return the answer as text, a number with the digits it has there.
-
-    DAPO-Math-17k has it in `reward_model`.
-    """
-    row = row | (row["reward_model"] if isinstance(row.get("reward_model"), dict) else {})
-    name = key or usual_name(row, ANSWERS, "answer", SETTINGS)
-    value = row.get(name)
-    if isinstance(value, Number):
-        return value.digits()
-    return json.dumps(value) if isinstance(value, int) else words_of(row, name)
-
-
-def usual_name(row: dict, names: Sequence[str], what: str, words: Wording) -> str:
-    found = usual_key(row, names)
-    if found is None:
-        if other := other_task(row, words, "pair", "document"):
-            raise InputError(f"{other} (a problem has a prompt and an answer)")
-        known = ", ".join(names)
-        raise InputError(f"no {what} (one of {known}{words.key.format(what)})")
-    return found

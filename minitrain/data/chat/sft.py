@@ -1,36 +1,32 @@
 """Supervised fine-tuning data: chats packed into rows. Row n is a pure function of (seed, n).
 
-Samples that share a row do not see each other, so packing changes nothing but the number of empty
-slots: the gradients are those of one sample per row (`data.packed: false`). The packing is made
-once; each epoch visits its rows in another order. All samples are tokenized at the start and stay
-in memory. Left out: streaming.
+All samples are tokenized at the start and stay in memory. Left out: streaming.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from minitrain.data.chat.chat_templates import ChatTemplate, choose_template
-from minitrain.data.chat.chats import (
-    encode_chat,
-    make_sample,
-    read_messages,
-    read_shown,
-    split_reply,
-)
+from minitrain.data.chat.chats import encode_chat, make_sample, split_reply
+from minitrain.data.chat.read_chats import read_messages
+from minitrain.data.chat.read_tools import read_shown
+from minitrain.data.chat.reply_counts import ReplyCounts
+from minitrain.data.chat.sample_rows import SampleRows, fit
+from minitrain.data.faults.other_task import other_task
+from minitrain.data.faults.skips import Skips
+from minitrain.data.faults.wording import SETTINGS, Wording
 from minitrain.data.files import find_files
 from minitrain.data.held_out import split_off
-from minitrain.data.records import Skips, counted, other_task, read_records
+from minitrain.data.records import read_records
 from minitrain.data.sample import Sample
 from minitrain.data.text.text_rows import Mock, Row
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer
-from minitrain.data.wording import SETTINGS, Wording
 from minitrain.errors import InputError
-from minitrain.hashing import nth
 from minitrain.settings import Config, Data
 from minitrain.training.loss import IGNORE
-from minitrain.training.packing import PADDING, first_fit_decreasing, pack_row
+from minitrain.training.packing import PADDING, pack_row
 
 
 def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
@@ -53,18 +49,20 @@ def open_chats(config: Config) -> "tuple[Chats | Mock, Chats | Mock | None]":
     skips = Skips(data.on_error == "skip")
     tokenizer = fitting_tokenizer(data.tokenizer, model.vocab_size)
     template = choose_template(data.template, tokenizer)
-    samples, counts = fit(read_samples(data, template, tokenizer, skips), seq_len, data.over_long)
-    counts += skips.aside
+    counts = ReplyCounts()
+    read = read_samples(data, template, tokenizer, skips, counts)
+    samples, note = fit(read, seq_len, data.over_long)
+    note += skips.aside
     if not samples:
         raise InputError(
-            f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{counts}"
+            f"data.path={data.path} holds no chat to learn from with batch.seq_len={seq_len}{note}"
         )
     in_rows = partial(Chats, seq_len=seq_len, seed=seed, packed=packed, numbered=numbered)
     held = None
     if data.validation:
         samples, held = split_off(samples, data.validation, seed)
         held = in_rows(held)
-    return in_rows(samples, note=counts, template=template), held
+    return in_rows(samples, note=note, counts=counts), held
 
 
 def read_samples(
@@ -72,56 +70,26 @@ def read_samples(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     skips: Skips,
+    counts: ReplyCounts | None = None,
     words: Wording = SETTINGS,
 ) -> Iterator[Sample]:
-    """Yield the samples of all lines of all files, in order and however long."""
+    """Yield the samples of all lines of all files, in order and however long.
+
+    counts: gets the replies.
+    """
 
     def read(record: dict) -> Sample:
         if other := other_task(record, words, "pair"):
             raise InputError(other)
         messages = read_messages(record, words)
-        return make_sample(*encode_chat(messages, template, tokenizer, read_shown(record)))
+        shown = read_shown(record)
+        return make_sample(*encode_chat(messages, template, tokenizer, shown, counts))
 
     return read_records(find_files(data, words), read, skips, words)
 
 
-def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:
-    """Return the samples that fit a row, and a note on those that did not.
-
-    over_long: `drop` those, or `truncate` them. A sample that has nothing to predict (any more) is
-    dropped in any case.
-    """
-    kept = []
-    truncated = 0
-    dropped = 0
-    for sample in samples:
-        fitting = fit_sample(sample, seq_len, over_long)
-        if fitting is None:
-            dropped += 1
-        else:
-            truncated += len(sample.tokens) > seq_len
-            kept.append(fitting)
-    return kept, f" ({truncated:,} truncated, {dropped:,} dropped)" if truncated + dropped else ""
-
-
-def fit_sample(sample: Sample, seq_len: int, over_long: str) -> Sample | None:
-    """Return a sample cut to fit a row; None if it is to be dropped."""
-    predicted = np.flatnonzero(sample.labels[:seq_len] != IGNORE)
-    if (len(sample.tokens) > seq_len and over_long == "drop") or not len(predicted):
-        return None
-    # the row may end within a question
-    end = predicted[-1] + 1
-    return Sample(sample.tokens[:end], sample.labels[:end])
-
-
-class Chats:
-    """Samples, of at most seq_len tokens each, in rows: packed, or one in each.
-
-    numbered: rows have `positions` and `document_ids`. template: it wrote the samples, and counted
-    them.
-    """
-
-    noun = "chat"
+class Chats(SampleRows):
+    """Chats in rows. numbered: rows have `positions` and `document_ids`."""
 
     def __init__(
         self,
@@ -131,26 +99,12 @@ class Chats:
         packed: bool,
         numbered: bool,
         note: str = "",
-        template: ChatTemplate | None = None,
+        counts: ReplyCounts | None = None,
     ):
-        self.samples = samples
-        self.seq_len = seq_len
-        self.seed = seed
-        self.numbered = numbered
         lengths = [len(sample.tokens) for sample in samples]
-        self.rows = [[i] for i in range(len(samples))]
-        if packed:
-            self.rows = first_fit_decreasing(lengths, seq_len)
-        self.fill = sum(lengths) / (len(self.rows) * seq_len)
-        rows = f"{counted(len(self.rows), 'row')} of {seq_len:,} tokens, {self.fill:.1%} filled"
-        notes = template.notes if template else []
-        self.about = "\nnote: ".join(
-            [f"{counted(len(samples), self.noun)}{note} in {rows}", *notes]
-        )
-        self.asks = template.asks if template else None
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        super().__init__(lengths, seq_len, seed, packed, "chat", note, counts)
+        self.samples = samples
+        self.numbered = numbered
 
     def questions(self, count: int) -> list[tuple[list[int], list[int]]]:
         """Return the first `count` samples, each split before its last reply."""
@@ -159,15 +113,6 @@ class Chats:
     def row(self, n: int) -> Row:
         row = pack_row([self.samples[i]._asdict() for i in self.chosen(n)], self.seq_len, PADDING)
         return row if self.numbered else {key: row[key] for key in PADDING}
-
-    def origin(self, n: int) -> str:
-        """Return the numbers of row n's chats, counted as they were kept."""
-        return f"chats {', '.join(str(i + 1) for i in self.chosen(n))}"
-
-    def chosen(self, n: int) -> list[int]:
-        """Return the indices of row n's samples."""
-        _, number = nth(n, len(self), self.seed)
-        return self.rows[number]
 
 
 class MockChats(Mock):

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 
-from minitrain.data.chat.chats import read_calls
+from minitrain.data.chat.read_tools import read_calls
 from minitrain.errors import InputError
 from minitrain.grpo.environments import ToolCall
 

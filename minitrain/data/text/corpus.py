@@ -1,28 +1,16 @@
-"""A corpus: documents of tokens laid end to end, which lie in memory or in files.
+"""A corpus: documents of tokens laid end to end, which lie in memory or in files."""
 
-A text becomes tokens once. With data.cache they go to a file there, from which rows are read: then
-neither texts nor tokens need to fit in memory, only 40 bytes per document. One process writes, the
-others on its machines wait for it. The file is found again by the settings that make it, by size
-and time of the data's and the tokenizer's files, and by the code that reads them.
-"""
-
-import fcntl
-import hashlib
 import io
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from minitrain.data.files import stamp_of
-from minitrain.data.records import Skips
+from minitrain.data.sample import Sample
 from minitrain.data.text.token_files import TokenFile
 from minitrain.data.tokenizer import LONGEST_TOKEN, Tokenizer, encode_after
-from minitrain.errors import InputError, as_input_error
 
 # texts, each whole or in pieces
 Documents = Iterable[str | Iterator[str]]
@@ -134,66 +122,10 @@ def tokenize(documents: Documents, tokenizer: Tokenizer) -> Corpus:
     out = io.BytesIO()
     lengths, sizes = write_tokens(documents, tokenizer, out)
     store = np.frombuffer(out.getbuffer(), token_dtype(tokenizer))
-    return _in_one(store, lengths, sizes)
+    return in_one_store(store, lengths, sizes)
 
 
-def keep_tokens(
-    documents: Documents, tokenizer: Tokenizer, folder: str, made_of: tuple, skips: Skips
-) -> Corpus:
-    """Return what `tokenize` does, with the tokens in a file of `folder`.
-
-    made_of: what tells the file from others. skips: gets those of the time when it was written.
-    """
-    file = Path(folder, f"{digest_of(made_of)}.tokens")
-    index = file.with_suffix(".npz")
-    with as_input_error(f"data.cache={folder} cannot be used"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (index.exists() and file.exists()):
-                with file.open("wb") as out:
-                    lengths, sizes = write_tokens(documents, tokenizer, out)
-                skipped = [str(skips.count), skips.first]
-                written = file.with_suffix(".part.npz")
-                np.savez(written, lengths=lengths, sizes=sizes, skipped=skipped)
-                written.rename(index)
-        return _read_kept(file, index, token_dtype(tokenizer), skips)
-
-
-def digest_of(made_of: tuple) -> str:
-    """Return a digest of what decides the tokens of some files, with this version of minitrain/data."""
-    return hashlib.sha256(repr((readers_digest(), made_of)).encode()).hexdigest()[:32]
-
-
-@cache
-def readers_digest() -> str:
-    """Return a digest of minitrain/data: another version may make other tokens of the same files."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _read_kept(file: Path, index: Path, dtype: np.dtype, skips: Skips) -> Corpus:
-    """Return the corpus of a file that `keep_tokens` wrote. Raises InputError if it is damaged."""
-    stamp = stamp_of(file)
-    try:
-        with np.load(index) as kept:
-            lengths = kept["lengths"]
-            sizes = kept["sizes"]
-            skips.count = int(kept["skipped"][0])
-            skips.first = str(kept["skipped"][1])
-        whole = stamp[0] == lengths.sum() * dtype.itemsize
-    # NumPy and zipfile raise nearly anything for a damaged file
-    except Exception:
-        whole = False
-    if not whole:
-        raise InputError(f"{index} and the tokens beside it are damaged (remove them)")
-    store = TokenFile(file, dtype, 0, lengths, np.iinfo(dtype).max + 1, stamp)
-    return _in_one(store, lengths, sizes)
-
-
-def _in_one(store: TokenFile | np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> Corpus:
+def in_one_store(store: TokenFile | np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> Corpus:
     """Return the corpus of documents that lie end to end in a store."""
     return Corpus([store], np.zeros_like(lengths), np.cumsum(lengths) - lengths, lengths, sizes)
 
@@ -236,3 +168,14 @@ def write_tokens(
             lengths.append(length + len(eos))
             sizes.append(size)
     return np.array(lengths, np.int64), np.array(sizes, np.int64)
+
+
+def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
+    """Return pieces of at most `length` tokens whose labels are all tokens but the first of a document."""
+    pieces = []
+    for first, size in zip(corpus.firsts, corpus.lengths, strict=False):
+        document, _ = corpus.read(first, size)
+        for start in range(0, len(document) - 1, length):
+            stop = min(start + length, len(document) - 1)
+            pieces.append(Sample(document[start:stop], document[start + 1 : stop + 1]))
+    return pieces

@@ -13,10 +13,8 @@ the first step, a sample of rows from all files is checked: at most CHECKED toke
 many held-out ones. To skip bad rows, all rows are read once.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -24,22 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.data.files import find_files, stamp_of
-from minitrain.data.held_out import hold_out, split_lone
-from minitrain.data.records import (
-    JSON,
-    LINES,
-    Skips,
-    holds_records,
-    read_records,
-    read_texts,
-    text_of,
-)
-from minitrain.data.sample import Sample
-from minitrain.data.text.corpus import Corpus, join_files, keep_tokens, tokenize
+from minitrain.data.faults.skips import Skips
+from minitrain.data.files import find_files
+from minitrain.data.held_out import hold_out
+from minitrain.data.records import JSON, LINES, holds_records
+from minitrain.data.text.corpus import Corpus, join_files
+from minitrain.data.text.documents import read_corpus
 from minitrain.data.text.token_files import open_tokens
-from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer, tokenizer_file, with_companions
-from minitrain.data.wording import OPTIONS, SETTINGS, Wording
+from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer
 from minitrain.errors import InputError
 from minitrain.hashing import nth
 from minitrain.settings import Data
@@ -65,8 +55,62 @@ def open_data(
     """
     if data.kind == "mock":
         return Mock(seq_len, vocab_size, seed, split=0), Mock(seq_len, vocab_size, seed, split=1)
-    opened = _open_token_files if data.kind == "tokens" else _open_documents
+    opened = open_token_files if data.kind == "tokens" else open_documents
     return opened(data, seq_len, vocab_size, seed)
+
+
+def open_documents(
+    data: Data, seq_len: int, vocab_size: int, seed: int
+) -> "tuple[Packed, Packed | None]":
+    """Open texts or JSONL, and hold out a share of the documents."""
+    files = find_files(data)
+    tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
+    skips = Skips(data.on_error == "skip")
+    corpus, lone = read_corpus(files, data, tokenizer, skips)
+
+    def in_rows(corpus: Corpus, what: str) -> Packed:
+        check_filled(corpus, data, seq_len, f"{what} holds", skips)
+        return packed(data)(corpus, seq_len, seed, skips.note)
+
+    source = f"data.path={data.path}"
+    held = None
+    if data.validation:
+        chosen = hold_out(len(corpus.lengths), data.validation, seed, lone)
+        train = in_rows(corpus.select(~chosen), f"{source} without validation")
+        held = in_rows(corpus.select(chosen), f"data.validation={data.validation}")
+    else:
+        train = in_rows(corpus, source)
+    train.notes += notes_on(files, data, tokenizer)
+    return train, held
+
+
+def open_token_files(
+    data: Data, seq_len: int, vocab_size: int, seed: int
+) -> "tuple[Packed, Packed | None]":
+    """Open token files and hold out the end of each: whole rows, or less than one if the share is."""
+    end = document_end(data, vocab_size)
+    # checked now, because it will be saved with the model
+    if data.tokenizer != "bytes":
+        fitting_tokenizer(data.tokenizer, vocab_size)
+    skips = Skips(data.on_error == "skip")
+    parts = [], []
+    for file in find_files(data):
+        tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size)
+        if tokens is None:
+            continue
+        if data.packing == "whole" and end >= 0:
+            tokens.find_documents(end)
+        size = len(tokens)
+        rows = seq_len * round(data.validation * (size // seq_len))
+        cut = size - (rows or round(data.validation * size))
+        parts[0].append((tokens, 0, cut))
+        parts[1].append((tokens, cut, size))
+    train, held = (packed(data)(join_files(side, end), seq_len, seed) for side in parts)
+    for rows in (train, held):
+        leave_out_bad(rows, skips)
+    check_has_rows(train, held, data, skips)
+    train.notes.insert(0, skips.note)
+    return train, held if data.validation else None
 
 
 # --- rows
@@ -96,11 +140,10 @@ class Mock:
 class Packed:
     """Rows of a corpus: its documents end to end, cut every seq_len tokens, without an incomplete row.
 
-    whole: fill rows with whole documents instead, by first-fit decreasing, and pad them; only documents
-    that are longer than a row are cut. usable: the numbers of the rows that are not skipped.
+    usable: the places in the corpus of the rows that are not left out, counted in rows.
     """
 
-    def __init__(self, corpus: Corpus, seq_len: int, seed: int, *notes: str, whole: bool = False):
+    def __init__(self, corpus: Corpus, seq_len: int, seed: int, *notes: str):
         self.corpus = corpus
         self.seq_len = seq_len
         self.seed = seed
@@ -108,17 +151,7 @@ class Packed:
         self.bytes_per_token = None
         if corpus.sizes is not None:
             self.bytes_per_token = corpus.sizes.sum().item() / corpus.predicted
-        self.whole = whole
         self.usable: Sequence[int] = range(len(corpus) // seq_len)
-        if whole:
-            # the place in the corpus of each piece of at most seq_len tokens
-            pieces = (range(*document, seq_len) for document in pairwise(corpus.firsts.tolist()))
-            self.starts = np.fromiter(chain.from_iterable(pieces), np.int64)
-            self.lengths = np.diff(self.starts, append=len(corpus))
-            self.rows = first_fit_decreasing(self.lengths.tolist(), seq_len)
-            self.usable = range(len(self.rows))
-            filled = len(corpus) / max(1, len(self.rows) * seq_len)
-            self.notes.append(f"rows are {filled:.1%} filled")
 
     @property
     def about(self) -> str:
@@ -130,25 +163,52 @@ class Packed:
     def row(self, n: int) -> Row:
         return self.load(self.number(n))
 
-    def load(self, number: int) -> Row:
-        """Return a row by its place in the corpus."""
-        parts = [pack(*self.corpus.read(*part)) for part in self.parts(number)]
-        if self.whole:
-            return pack_row(parts, self.seq_len, PADDING)
-        return {key: torch.from_numpy(column) for key, column in parts[0].items()}
-
     def origin(self, n: int) -> str:
         return ", ".join(self.corpus.origin(*part) for part in self.parts(self.number(n)))
 
     def number(self, n: int) -> int:
-        """Return the place in the corpus of row n."""
+        """Return the place in the corpus of row n: each epoch visits all rows in another order."""
         return int(self.usable[nth(n, len(self), self.seed)[1]])
+
+    def load(self, number: int) -> Row:
+        """Return a row by its place in the corpus."""
+        (part,) = self.parts(number)
+        columns = pack(*self.corpus.read(*part))
+        return {key: torch.from_numpy(column) for key, column in columns.items()}
 
     def parts(self, number: int) -> list[tuple[int, int]]:
         """Return where each piece of a row begins in the corpus, and its length."""
-        if self.whole:
-            return [(int(self.starts[i]), int(self.lengths[i])) for i in self.rows[number]]
         return [(number * self.seq_len, self.seq_len)]
+
+
+class PackedWhole(Packed):
+    """Rows filled with whole documents, by first-fit decreasing, and padded.
+
+    Only documents that are longer than a row are cut.
+    """
+
+    def __init__(self, corpus: Corpus, seq_len: int, seed: int, *notes: str):
+        super().__init__(corpus, seq_len, seed, *notes)
+        # the place in the corpus of each piece of at most seq_len tokens
+        pieces = (range(*document, seq_len) for document in pairwise(corpus.firsts.tolist()))
+        self.starts = np.fromiter(chain.from_iterable(pieces), np.int64)
+        self.lengths = np.diff(self.starts, append=len(corpus))
+        self.rows = first_fit_decreasing(self.lengths.tolist(), seq_len)
+        self.usable = range(len(self.rows))
+        filled = len(corpus) / max(1, len(self.rows) * seq_len)
+        self.notes.append(f"rows are {filled:.1%} filled")
+
+    def load(self, number: int) -> Row:
+        pieces = [pack(*self.corpus.read(*part)) for part in self.parts(number)]
+        return pack_row(pieces, self.seq_len, PADDING)
+
+    def parts(self, number: int) -> list[tuple[int, int]]:
+        return [(int(self.starts[i]), int(self.lengths[i])) for i in self.rows[number]]
+
+
+def packed(data: Data) -> type[Packed]:
+    """Return the class of rows that data.packing names."""
+    return PackedWhole if data.packing == "whole" else Packed
 
 
 def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
@@ -170,142 +230,7 @@ def pack(window: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-# --- documents
-
-
-def find_documents(
-    paths: list[str], field: str, kind: str, words: Wording = OPTIONS
-) -> tuple[list[Path], str]:
-    """Return the files of paths, and a note on those that are left out.
-
-    kind: text, jsonl, or auto, which decides for each file (see `read_documents`). With auto, only
-    files with objects are taken from a folder that has some, because datasets on the hub also hold a
-    README and the like.
-    """
-    if kind != "auto":
-        return find_files(Data(kind, paths, field=field), words), ""
-    found = []
-    left = 0
-    for path in paths:
-        files = find_files(Data("text", path), words)
-        if os.path.isdir(os.path.expanduser(path)):
-            records = [file for file in files if holds_records(file, [field])]
-            left += len(files) - len(records) if records else 0
-            files = records or files
-        found += files
-    note = f" (without {left:,} other files beside them: --kind text takes all)" if left else ""
-    return find_files(Data("text", list(map(str, found))), words), note
-
-
-def read_documents(
-    files: list[Path], field: str, kind: str = "auto", words: Wording = OPTIONS
-) -> Iterator[str]:
-    """Yield the documents of files: the text of each object under the key `field`, or each file."""
-    skips = Skips()
-    for file in files:
-        if kind == "jsonl" or (kind == "auto" and holds_records(file, [field])):
-            yield from read_records([file], partial(_document, field, words), skips, words)
-        else:
-            yield from read_texts([file], skips, words=words)
-
-
-def _document(field: str, words: Wording, record: dict) -> str:
-    keys = ", ".join(list(record)[:5])
-    hint = f"it has {keys}: {words.field} names the key that holds the text"
-    return text_of(record, field, f" ({hint}; {words.chats})")
-
-
-def cut_documents(corpus: Corpus, length: int) -> list[Sample]:
-    """Return pieces of at most `length` tokens whose labels are all tokens but the first of a document."""
-    pieces = []
-    for first, size in zip(corpus.firsts, corpus.lengths, strict=False):
-        document, _ = corpus.read(first, size)
-        for start in range(0, len(document) - 1, length):
-            stop = min(start + length, len(document) - 1)
-            pieces.append(Sample(document[start:stop], document[start + 1 : stop + 1]))
-    return pieces
-
-
-def _open_documents(
-    data: Data, seq_len: int, vocab_size: int, seed: int
-) -> tuple[Packed, Packed | None]:
-    """Open texts or JSONL, and hold out a share of the documents."""
-    files = find_files(data)
-    tokenizer = fitting_tokenizer(data.tokenizer, vocab_size)
-    skips = Skips(data.on_error == "skip")
-    corpus, lone = _tokenize_files(files, data, tokenizer, skips)
-
-    def in_rows(corpus: Corpus, what: str) -> Packed:
-        check_filled(corpus, data, seq_len, f"{what} holds", skips)
-        return Packed(corpus, seq_len, seed, skips.note, whole=data.packing == "whole")
-
-    source = f"data.path={data.path}"
-    if data.validation:
-        chosen = hold_out(len(corpus.lengths), data.validation, seed, lone)
-        train = in_rows(corpus.select(~chosen), f"{source} without validation")
-        held = in_rows(corpus.select(chosen), f"data.validation={data.validation}")
-    else:
-        train = in_rows(corpus, source)
-        held = None
-    if data.kind == "text":
-        # by their names first, because a folder of texts may have many files
-        named = (file for file in files if file.name.endswith((*LINES, *JSON)))
-        records = next((file for file in named if holds_records(file, [data.field])), None)
-        if records:
-            train.notes.append(
-                f"{records} is learned with its braces and keys (data.kind=jsonl takes the key {data.field!r})"
-            )
-    if tokenizer.eos_id is None:
-        train.notes.append(
-            f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
-        )
-    return train, held
-
-
-def stamps_of(files: list[Path], tokenizer: str) -> list[tuple]:
-    """Return paths, sizes and times of files of texts, and of those of a tokenizer, by its name."""
-    own = tokenizer_file(tokenizer)
-    seen = [*files, *(with_companions(own) if own else [])]
-    return [(str(file.resolve()), stamp_of(file)) for file in seen]
-
-
-def _tokenize_files(
-    files: list[Path], data: Data, tokenizer: Tokenizer, skips: Skips
-) -> tuple[Corpus, bool]:
-    """Return the corpus of all files (in data.cache, if set), and whether it is a single document.
-
-    With validation, a single document is split into two, of which the second is held out. A cache does
-    not depend on the validation, so there the document's tokens are split, otherwise its text.
-    """
-    if data.kind == "text":
-        documents = read_texts(files, skips, in_pieces=bool(data.cache))
-    else:
-        documents = read_records(files, partial(_document, data.field, SETTINGS), skips)
-    if data.cache:
-        stamps = stamps_of(files, data.tokenizer)
-        made_of = data.kind, data.field, data.on_error, tokenizer.below, stamps
-        corpus = keep_tokens(documents, tokenizer, data.cache, made_of, skips)
-        lone = len(corpus.lengths) == 1 and len(corpus) > 3 and data.validation > 0
-        return cut_lone(corpus, data.validation, tokenizer) if lone else corpus, lone
-    lone = False
-    if data.validation:
-        documents, lone = split_lone(documents, data.validation)
-    return tokenize(documents, tokenizer), lone
-
-
-def cut_lone(corpus: Corpus, share: float, tokenizer: Tokenizer) -> Corpus:
-    """Split a corpus of one document into two spans; the second has a `share` of the tokens."""
-    # each side needs two tokens to have one to predict
-    cut = min(max(2, round(len(corpus) * (1 - share))), len(corpus) - 2)
-    tail, _ = corpus.read(cut, len(corpus) - cut)
-    size = len(tokenizer.decode(tail.tolist()).encode())
-    return Corpus(
-        corpus.stores,
-        np.repeat(corpus.which, 2),
-        corpus.starts + np.array([0, cut]),
-        np.array([cut, len(corpus) - cut]),
-        np.array([int(corpus.sizes[0]) - size, size]),
-    )
+# --- checks
 
 
 def check_filled(corpus: Corpus, data: Data, seq_len: int, what: str, skips: Skips) -> None:
@@ -317,56 +242,48 @@ def check_filled(corpus: Corpus, data: Data, seq_len: int, what: str, skips: Ski
         raise InputError(f"{what} {size}{skips.aside}")
 
 
-# --- token files
-
-
-def _open_token_files(
-    data: Data, seq_len: int, vocab_size: int, seed: int
-) -> tuple[Packed, Packed | None]:
-    """Open token files and hold out the end of each: whole rows, or less than one if the share is."""
-    end = -1
-    if data.document_end is not None:
-        end = data.document_end
-        if not 0 <= end < vocab_size:
-            raise InputError(
-                f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}"
-            )
-    # checked now, because it will be saved with the model
-    if data.tokenizer != "bytes":
-        fitting_tokenizer(data.tokenizer, vocab_size)
-    skips = Skips(data.on_error == "skip")
-    whole = data.packing == "whole"
-    train = []
-    held = []
-    for file in find_files(data):
-        tokens = skips.read(open_tokens, file, data.token_dtype, vocab_size)
-        if tokens is not None:
-            if whole and end >= 0:
-                tokens.find_documents(end)
-            size = len(tokens)
-            rows = seq_len * round(data.validation * (size // seq_len))
-            cut = size - (rows or round(data.validation * size))
-            train.append((tokens, 0, cut))
-            held.append((tokens, cut, size))
-    train, held = (
-        _usable_rows(Packed(join_files(parts, end), seq_len, seed, whole=whole), skips)
-        for parts in (train, held)
-    )
-    none = f"no row of batch.seq_len={seq_len}"
+def check_has_rows(train: Packed, held: Packed, data: Data, skips: Skips) -> None:
+    """Raise InputError for files of tokens that leave one of the sides without a row."""
+    none = f"no row of batch.seq_len={train.seq_len}"
     if not len(train):
         size = f"{len(train.corpus):,} tokens to train on, {none}"
         raise InputError(f"data.path={data.path} leaves {size}{skips.aside}")
     if data.validation and not len(held):
         size = f"{len(held.corpus):,} tokens, {none}"
         raise InputError(f"data.validation={data.validation} holds out {size}")
-    train.notes.insert(0, skips.note)
-    return train, held if data.validation else None
 
 
-def _usable_rows(rows: Packed, skips: Skips) -> Packed:
-    """Return all rows, some of them checked; or if bad ones are to be skipped, the good rows."""
+def leave_out_bad(rows: Packed, skips: Skips) -> None:
+    """Check a sample of the rows; where bad ones are to be skipped, check all and leave those out."""
     step = 1 if skips.allowed else 1 + len(rows) * rows.seq_len // CHECKED
     good = [n for n in rows.usable[::step] if skips.read(rows.load, n) is not None]
     if skips.allowed:
         rows.usable = np.array(good, np.int64)
-    return rows
+
+
+def document_end(data: Data, vocab_size: int) -> int:
+    """Return the id that ends documents in files of tokens, -1 for none."""
+    end = data.document_end
+    if end is None:
+        return -1
+    if not 0 <= end < vocab_size:
+        raise InputError(
+            f"data.document_end={end} is outside the vocabulary of model.vocab_size={vocab_size}"
+        )
+    return end
+
+
+def notes_on(files: list[Path], data: Data, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield remarks on texts that are learned otherwise than the user may think."""
+    if data.kind == "text":
+        # by their names first, because a folder of texts may have many files
+        named = (file for file in files if file.name.endswith((*LINES, *JSON)))
+        records = next((file for file in named if holds_records(file, [data.field])), None)
+        if records:
+            yield (
+                f"{records} is learned with its braces and keys (data.kind=jsonl takes the key {data.field!r})"
+            )
+    if tokenizer.eos_id is None:
+        yield (
+            f"data.tokenizer={data.tokenizer} names no eos: no token will end a document, nor what is generated"
+        )

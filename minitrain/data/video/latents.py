@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minitrain.data.faults.skips import Skips
 from minitrain.data.files import check_unchanged, find_files, stamp_of
 from minitrain.data.held_out import split_off
-from minitrain.data.records import Skips
 from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located
 from minitrain.formats.tensor_files import FLOATS, open_tensors, read_headers, write_tensors

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import yaml
 
-from minitrain.data.wrong_text import encoding_of, in_utf8, look_alike
+from minitrain.data.faults.wrong_text import encoding_of, in_utf8, look_alike
 from minitrain.errors import InputError, as_input_error
 from minitrain.models.zoo import is_known
 from minitrain.run.config.aliases import ALIASES, advice, nearest

@@ -7,17 +7,22 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.pipeline_split import SCHEDULES, head_fits, pipeline_needs
 from minitrain.settings import Config
 
+# recurrent mixer -> the field with the number of its groups of heads, which ranks share
+GROUPS = {"mamba": "mamba_n_groups", "delta": "linear_num_key_heads"}
+
 
 def context_faults(config: Config) -> Faults:
     p = config.parallel
     model = config.model.config
     length = config.batch.seq_len
-    groups = model.mamba_n_groups
-    yield (
-        "M" in model.layer_pattern and groups % (p.cp * p.tp),
-        f"parallel.cp={p.cp} x tp={p.tp} does not divide mamba_n_groups={groups} "
-        f"(use cp={alternatives(divisors(groups // p.tp))})",
-    )
+    mixers = {model.parts(layer)[0] for layer in model.all_layers}
+    for mixer, field in GROUPS.items():
+        groups = getattr(model, field)
+        yield (
+            mixer in mixers and groups % (p.cp * p.tp),
+            f"parallel.cp={p.cp} x tp={p.tp} does not divide {field}={groups} "
+            f"(use cp={alternatives(divisors(groups // p.tp))})",
+        )
     unit = 2 * p.cp if p.context == "allgather" else p.cp
     below = length // unit * unit
     yield (
@@ -49,7 +54,7 @@ def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
     parts = {part for layer in model.all_layers for part in model.parts(layer)}
     fields = {
         "attention": ["num_key_value_heads", "num_attention_heads"],
-        "mamba": ["mamba_n_groups"],
+        **{mixer: [field] for mixer, field in GROUPS.items()},
         "mlp": ["intermediate_size"],
         "moe": ["shared_expert_intermediate_size"],
     }
@@ -226,8 +231,8 @@ def _layout_faults(config: Config, world_size: int) -> Faults:
     yield (
         p.dp_shard != -1 and others * p.dp_shard != world_size,
         f"parallel.dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} x {product} = {others * p.dp_shard} is not "
-        f"the number of ranks, {world_size} (start so many with torchrun; bench.py's --dry-run, --simulate and "
-        f"--shrink need none)",
+        f"the number of ranks, {world_size} (start so many with torchrun; of bench.py, --proxy 2 needs one GPU, "
+        f"--dry-run, --simulate and --shrink none)",
     )
     if p.ep > 1:
         yield from expert_layout_faults(config, world_size // (p.dp_replicate * p.pp))

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import torch
 
-from minitrain.data.records import counted
+from minitrain.data.faults.wording import counted
 from minitrain.data.sources import has_tokenizer
 from minitrain.models.zoo import empty_model
 from minitrain.settings import Config

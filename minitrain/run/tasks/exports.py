@@ -68,8 +68,9 @@ def save_template(
     config: Config, tokenizer: Tokenizer, folder: Path, asks: str | None
 ) -> int | None:
     """Write the chat template that training used; return the token that ends a reply."""
-    from minitrain.data.chat.chat_templates import asking_with, choose_template
+    from minitrain.data.chat.chat_templates import choose_template
     from minitrain.data.chat.chats import end_of_reply
+    from minitrain.data.chat.jinja import asking_with
 
     template = choose_template(config.data.template, tokenizer)
     text = None

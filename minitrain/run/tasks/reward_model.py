@@ -3,8 +3,10 @@
 import torch
 
 from minitrain.data.chat.chat_tokenizer import load_tokenizer
-from minitrain.data.chat.chats import encode_chat, read_shown
-from minitrain.data.chat.problems import answered, read_question
+from minitrain.data.chat.chats import encode_chat
+from minitrain.data.chat.problems import answered
+from minitrain.data.chat.read_problems import read_question
+from minitrain.data.chat.read_tools import read_shown
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained
 from minitrain.grpo.rewards import Reward

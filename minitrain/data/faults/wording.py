@@ -40,3 +40,8 @@ SETTINGS = Wording()
 OPTIONS = Wording(
     path="", kind="--kind ", field="--field", exclude="", lines="--kind text reads texts", key=""
 )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as 1 row or 1,200 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
