@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.decoder_config import DeltaShape
 from minitrain.models.layers import identity, project
 from minitrain.models.mamba import (
     ALL,
@@ -45,6 +44,7 @@ from minitrain.models.mamba import (
     number_runs,
     running_sum,
 )
+from minitrain.models.shapes.mixers import DeltaShape
 from minitrain.models.video import upcast
 
 # tokens that are computed at once
