@@ -1,7 +1,7 @@
 """The decoder-only language model: one class for every family, shaped by its `DecoderConfig`.
 
 Families differ in data, not in code: biases, norms, rotary scaling and activations are fields of
-the config, and `published/` holds their values for each model. Parameter names are those of the
+the config, and `shapes/` holds their values for each model. Parameter names are those of the
 Hugging Face checkpoints. Elsewhere: losses (training/loss.py), sharding (parallel/), reading
 weights (formats/hf.py).
 """
