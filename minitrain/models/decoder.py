@@ -258,7 +258,7 @@ class Decoder(nn.Module):
         return x if multiplier == 1 else x * x.new_full((), multiplier)
 
     def scale_logits(self, hidden: Tensor) -> Tensor:
-        """Return what the head gets, [batch, seq, hidden]: logits are divided where x is narrow."""
+        """Return what the head gets, [batch, seq, hidden]: dividing it divides logits, which are wider."""
         scaling = self.config.logits_scaling
         return hidden if scaling == 1 else hidden / scaling
 

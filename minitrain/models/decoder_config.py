@@ -162,9 +162,8 @@ class DecoderConfig:
     norm_eps: float = 1e-5  # added to the variance
     # whether layers normalize what mixers and MLPs read, or what they return
     norm_position: Literal["before", "after", "both"] = "before"
-    mlp: str = (
-        "swiglu"  # swiglu, geglu, relu2, gelu with biases, or for experts only clamped_swiglu
-    )
+    # swiglu, geglu, relu2, gelu with biases, or for experts only clamped_swiglu
+    mlp: str = "swiglu"
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of initial weights
     scaled_residual_init: bool = False  # of what writes into the residual stream: / sqrt(writers)
@@ -438,9 +437,9 @@ class DecoderConfig:
 
         Those from num_layers on are of multi-token prediction, and have attention and an MLP.
         """
-        letter = (
-            self.layer_pattern[layer] if self.layer_pattern and layer < self.num_layers else "a"
-        )
+        letter = "a"
+        if self.layer_pattern and layer < self.num_layers:
+            letter = self.layer_pattern[layer]
         if letter in LAYER_PARTS:
             return LAYER_PARTS[letter]
         sparse = self.num_experts and layer >= self.first_k_dense_replace
@@ -460,7 +459,10 @@ class DecoderConfig:
         return self.position_embedding == "rotary" and not (every and (layer + 1) % every == 0)
 
     def query_factor(self, width: int) -> float:
-        """Return the factor on queries of this width, whose scores attention divides by sqrt(width)."""
+        """Return the factor on queries, [..., width], that gives scores their `attention_multiplier`.
+
+        Attention divides scores by sqrt(width).
+        """
         return self.attention_multiplier * width**0.5 if self.attention_multiplier else 1.0
 
     def kind(self, layer: int) -> tuple:

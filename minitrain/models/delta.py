@@ -45,6 +45,7 @@ from minitrain.models.mamba import (
     number_runs,
     running_sum,
 )
+from minitrain.models.mamba import initialize_parameter as initialize_mamba
 from minitrain.models.video import upcast
 
 # tokens that are computed at once
@@ -165,13 +166,17 @@ def unit(x: Tensor) -> Tensor:
 
 
 def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) -> bool:
-    """Fill a mixer's parameter [...] as Qwen3-Next does; return False if it has no own rule."""
+    """Fill a mixer's parameter [...] as flash-linear-attention does; else return False.
+
+    Its rules are Mamba-2's but for A, which is uniform. transformers' dt_bias of 1 makes heads that
+    forget within a token.
+    """
     if name == "dynamics.A_log":
         tensor.uniform_(0.01, 16, generator=generator).log_()
-    elif name in ("dynamics.dt_bias", "norm.weight"):
+    elif name == "norm.weight":
         tensor.fill_(1)
     else:
-        return False
+        return initialize_mamba(name, tensor, generator)
     return True
 
 

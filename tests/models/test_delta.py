@@ -203,6 +203,13 @@ def test_initial_values():
     assert 0.01 <= heads.exp().min() < 0.1 and 15.9 < heads.exp().max() <= 16
     assert abs(heads.exp().mean() - 8) < 0.5
     assert initialize_parameter("dynamics.dt_bias", heads, generator)
+    # uniform between -3 and -1, as Mamba-2's
+    log_dt = F.softplus(heads).log10()
+    assert -3.001 < log_dt.min() < -2.98 and -1.02 < log_dt.max() < -0.999
+    taps = torch.empty(1000, 1, 4)
+    assert initialize_parameter("conv1d.weight", taps, generator)
+    assert 0.49 < taps.abs().max() <= 0.5
+    assert initialize_parameter("norm.weight", heads, generator)
     assert (heads == 1).all()
     assert not initialize_parameter("out_proj.weight", torch.empty(3, 3), generator)
 
