@@ -408,7 +408,7 @@ def test_the_command_line(tmp_path, capsys):
 
 def test_the_script_that_times_drafts(tmp_path, capsys, monkeypatch):
     """By a clock on which a sample takes 3 seconds without drafts, 2 with one, and 1 with two."""
-    save_pretrained(make("llama3-8b", vocab_size=258, **PREDICTORS["llama3-8b"]), tmp_path)
+    save_pretrained(make("deepseek-v3", vocab_size=258, num_nextn_predict_layers=1), tmp_path)
     ByteTokenizer().save(tmp_path)
     script = runpy.run_path(Path(__file__).parents[2] / "results/drafts.py")
     times = itertools.accumulate(itertools.cycle([0, 3, 0, 2, 0, 1]))
