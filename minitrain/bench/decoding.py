@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from minitrain.models.decoder_config import DecoderConfig, state_elements
+from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.shapes.mixers import state_elements
 from minitrain.models.zoo import empty_model
 
 

@@ -14,16 +14,8 @@ import torch
 
 from minitrain.errors import InputError, located
 from minitrain.formats.config_own import KINDS, config_from_own, config_to_own
-from minitrain.formats.families import (
-    ACTIVATIONS,
-    CLASSIFIER,
-    EPS_KEYS,
-    FAMILIES,
-    MODEL_TYPES,
-    OWN,
-    SIZES,
-    Family,
-)
+from minitrain.formats.families import ACTIVATIONS, EPS_KEYS, FAMILIES, MODEL_TYPES, OWN, SIZES
+from minitrain.formats.family import CLASSIFIER, Family
 from minitrain.formats.json_files import (
     read_number,
     read_switch,

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.formats.families import FAMILIES, PLAIN, Stacks
+from minitrain.formats.families import FAMILIES
+from minitrain.formats.family import PLAIN, Stacks
 from minitrain.formats.tensor_files import (
     FLOATS,
     StoredTensor,
@@ -186,7 +187,7 @@ def all_to_stored(
     waiting = {}
     for name, tensor in tensors:
         part, count = family.fused_part(name)
-        if count > 1 and ".experts." not in name:
+        if count > 1:
             parts = waiting.setdefault(family.stored_name(name, config.num_layers), {})
             parts[part] = tensor
             if len(parts) < count:

@@ -18,7 +18,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from minitrain.formats.families import FAMILIES, PLAIN
+from minitrain.formats.families import FAMILIES
+from minitrain.formats.family import PLAIN
 from minitrain.formats.layouts_hf import Config, row_order
 from minitrain.models.mamba import by_group, by_part
 

@@ -1,7 +1,7 @@
 """The decoder-only language model: one class for every family, shaped by its `DecoderConfig`.
 
 Families differ in data, not in code: biases, norms, rotary scaling and activations are fields of
-the config, and `published/` holds their values for each model. Parameter names are those of the
+the config, and `shapes/` holds their values for each model. Parameter names are those of the
 Hugging Face checkpoints. Elsewhere: losses (training/loss.py), sharding (parallel/), reading
 weights (formats/hf.py).
 """
@@ -258,7 +258,7 @@ class Decoder(nn.Module):
         return x if multiplier == 1 else x * x.new_full((), multiplier)
 
     def scale_logits(self, hidden: Tensor) -> Tensor:
-        """Return what the head gets, [batch, seq, hidden]: logits are divided where x is narrow."""
+        """Return what the head gets, [batch, seq, hidden]: dividing it divides logits, which are wider."""
         scaling = self.config.logits_scaling
         return hidden if scaling == 1 else hidden / scaling
 

@@ -1,16 +1,16 @@
 """The shape of a decoder as data, checked before any weights exist.
 
-A family is a choice of these fields. `published/` holds their values for each published model.
+A family is a choice of these fields. `shapes/` holds their values for each published model.
 `formats/config_hf.py` reads them from a Hugging Face config.json. `decoder.py` builds the model.
 """
 
 import dataclasses
-import math
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from minitrain.errors import Faults, InputError, refuse
+from minitrain.models.shapes.mixers import DeltaShape, MambaShape
 
 # values of `mlp`, for layers.py and for experts in moe.py
 DENSE_MLPS = ("swiglu", "geglu", "relu2", "gelu")
@@ -66,85 +66,6 @@ DEFAULT_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True)
-class MambaShape:
-    """The shape of a Mamba-2 mixer, in the letters of mamba.py.
-
-    heads: H, each of head_dim P.
-    groups: G, a divisor of H.
-    state: N.
-    conv: the taps of the convolution.
-    chunk: Q, which changes speed and memory only.
-    dt_min: the least dt.
-    """
-
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    conv: int
-    chunk: int
-    dt_min: float = 0.0
-
-    @property
-    def width(self) -> int:
-        """Return the channels of x, of z and of the output: H P."""
-        return self.heads * self.head_dim
-
-    @property
-    def states(self) -> tuple[int, int, int]:
-        """Return the shape of the states of a group's heads."""
-        return self.heads // self.groups, self.head_dim, self.state
-
-    @property
-    def projected(self) -> list[int]:
-        """Return the rows of in_proj: z, x, B, C, dt."""
-        return [self.width, *self.convolved, self.heads]
-
-    @property
-    def convolved(self) -> list[int]:
-        """Return the channels of the convolution: x, B, C."""
-        return [self.width, self.groups * self.state, self.groups * self.state]
-
-
-@dataclass(frozen=True)
-class DeltaShape:
-    """The shape of a gated DeltaNet, in the letters of delta.py.
-
-    groups: G, heads of keys and queries, each of key_dim K.
-    heads: heads of values, a multiple of G, each of head_dim P.
-    conv: the taps of the convolution.
-    fused: two projections, of [q k v z] and [b a], not four, of [q k v], z, b and a.
-    """
-
-    groups: int
-    key_dim: int
-    heads: int
-    head_dim: int
-    conv: int
-    fused: bool = False
-
-    @property
-    def width(self) -> int:
-        """Return the channels of v, of z and of the output."""
-        return self.heads * self.head_dim
-
-    @property
-    def convolved(self) -> list[int]:
-        """Return the channels of the convolution: q, k, v."""
-        return [self.groups * self.key_dim, self.groups * self.key_dim, self.width]
-
-    @property
-    def states(self) -> tuple[int, int, int]:
-        """Return the shape of the states of a group's heads."""
-        return self.heads // self.groups, self.key_dim, self.head_dim
-
-
-def state_elements(shape: MambaShape | DeltaShape) -> int:
-    """Return the number of elements of the states of all heads of a layer."""
-    return shape.groups * math.prod(shape.states)
-
-
-@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder's shape. Names follow Hugging Face's config.json where it has one."""
 
@@ -162,9 +83,8 @@ class DecoderConfig:
     norm_eps: float = 1e-5  # added to the variance
     # whether layers normalize what mixers and MLPs read, or what they return
     norm_position: Literal["before", "after", "both"] = "before"
-    mlp: str = (
-        "swiglu"  # swiglu, geglu, relu2, gelu with biases, or for experts only clamped_swiglu
-    )
+    # swiglu, geglu, relu2, gelu with biases, or for experts only clamped_swiglu
+    mlp: str = "swiglu"
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of initial weights
     scaled_residual_init: bool = False  # of what writes into the residual stream: / sqrt(writers)
@@ -438,9 +358,9 @@ class DecoderConfig:
 
         Those from num_layers on are of multi-token prediction, and have attention and an MLP.
         """
-        letter = (
-            self.layer_pattern[layer] if self.layer_pattern and layer < self.num_layers else "a"
-        )
+        letter = "a"
+        if self.layer_pattern and layer < self.num_layers:
+            letter = self.layer_pattern[layer]
         if letter in LAYER_PARTS:
             return LAYER_PARTS[letter]
         sparse = self.num_experts and layer >= self.first_k_dense_replace
@@ -460,7 +380,10 @@ class DecoderConfig:
         return self.position_embedding == "rotary" and not (every and (layer + 1) % every == 0)
 
     def query_factor(self, width: int) -> float:
-        """Return the factor on queries of this width, whose scores attention divides by sqrt(width)."""
+        """Return the factor on queries, [..., width], that gives scores their `attention_multiplier`.
+
+        Attention divides scores by sqrt(width).
+        """
         return self.attention_multiplier * width**0.5 if self.attention_multiplier else 1.0
 
     def kind(self, layer: int) -> tuple:

@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.decoder_config import DeltaShape
 from minitrain.models.layers import identity, project
 from minitrain.models.mamba import (
     ALL,
@@ -46,6 +45,7 @@ from minitrain.models.mamba import (
     running_sum,
 )
 from minitrain.models.mamba import initialize_parameter as initialize_mamba
+from minitrain.models.shapes.mixers import DeltaShape
 from minitrain.models.video import upcast
 
 # tokens that are computed at once

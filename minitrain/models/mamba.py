@@ -36,8 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.decoder_config import MambaShape
 from minitrain.models.layers import identity
+from minitrain.models.shapes.mixers import MambaShape
 from minitrain.models.variants import KeepsFP32
 
 

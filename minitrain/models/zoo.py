@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError, hub_hint
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.published.dense import DENSE
-from minitrain.models.published.experts import EXPERTS
-from minitrain.models.published.hybrids import HYBRIDS
+from minitrain.models.shapes.dense import DENSE
+from minitrain.models.shapes.experts import EXPERTS
+from minitrain.models.shapes.hybrids import HYBRIDS
 from minitrain.models.wan_config import WanConfig
 
 if TYPE_CHECKING:

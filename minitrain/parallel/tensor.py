@@ -20,7 +20,9 @@ Norms and residuals treat each token by itself. There a rank holds seq / tp toke
 Cost per layer: 2 all-gathers and 2 reduce-scatters in the forward pass, and as many in the backward
 pass. Each moves (tp - 1) / tp of the bytes of [batch, seq, hidden] per rank. Embedding and head
 together add one of each to either pass. Full recomputation runs the collectives of the forward pass
-again, except a block's last reduce-scatter, whose output the backward pass does not need.
+again, except a block's last reduce-scatter, whose output the backward pass does not need. In
+compiled blocks, gradients of weights are computed during three of the four collectives of the
+backward pass (overlap.py).
 
 Embedding and head are split by vocabulary. A rank embeds the tokens of its part of the vocabulary,
 writes 0 for all others, and a reduce-scatter sums over ranks. The head needs an all-gather of the

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitrain.models.decoder_config import DecoderConfig, DeltaShape, MambaShape
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies
+from minitrain.models.shapes.mixers import DeltaShape, MambaShape
 from minitrain.rollout.cpu import RowContents, RowsCache
 from minitrain.rollout.kv_cache import LayerCache, PagedKVCache, join_chunks, zeros
 from minitrain.rollout.steps import DecodingStep, PromptStep, on_device

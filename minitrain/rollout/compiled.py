@@ -29,7 +29,13 @@ from torch._dynamo import maybe_mark_dynamic  # has no public name (torch 2.13)
 from torch.compiler import config
 
 from minitrain.rollout.caches import StateCache
-from minitrain.rollout.cpu import RowsCache, attend_with_lse, of_queries, write_and_attend
+from minitrain.rollout.cpu import (
+    RowsCache,
+    attend_to_buffers,
+    attend_with_lse,
+    of_queries,
+    row_places,
+)
 from minitrain.rollout.kv_cache import LayerCache, PagedKVCache
 from minitrain.rollout.steps import PromptStep, split_kv, write
 
@@ -128,8 +134,9 @@ class TracedCache(WrappedCache):
         # q: [1, heads, tokens, head_dim]; k, v: [1, kv_heads, tokens, head_dim]; returned as q
         new, channels = split_kv(k, v)
         write(self.pools, self.kv_index, new)
-        return write_and_attend(
-            self.buffers, self.positions, q, new, channels, self.width, sinks, self.attend_to_rows
+        write(self.buffers, row_places(self.positions, len(new[0]), self.width), new)
+        return attend_to_buffers(
+            self.buffers, q, channels, self.width, sinks, self.attend_to_rows
         )
 
     def attend_to_rows(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,9 @@ drafts have the pages, slots and rows of the model's, so that the scheduler know
 
 What drafts is a smaller model (`DraftModel`), or a layer that the model has for it (`MTPDrafter`).
 
-Left out: draft models with recurrent layers, trees of drafts, a k that follows the acceptance, later
-layers of multi-token prediction than the first, which published models have alone.
+Left out: draft models with recurrent layers, trees of drafts, later layers of multi-token prediction
+than the first, which published models have alone. k does not follow the acceptance: results/drafts.py
+finds 1, 2 and 3 within 9 % of each other.
 """
 
 from collections import Counter

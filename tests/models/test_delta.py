@@ -9,9 +9,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from minitrain.errors import InputError
 from minitrain.models.decoder import Block
-from minitrain.models.decoder_config import DeltaShape
 from minitrain.models.delta import CHUNK, GatedDeltaNet, Inverse, initialize_parameter, scan
 from minitrain.models.mamba import by_group
+from minitrain.models.shapes.mixers import DeltaShape
 from minitrain.models.zoo import model_config
 
 # heads of a group; widths of keys and of values

@@ -1,10 +1,13 @@
 """Decoding with drafts: the tokens are those without, whatever the drafts are."""
 
 import copy
+import itertools
 import re
+import runpy
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -401,3 +404,18 @@ def test_the_command_line(tmp_path, capsys):
     ):
         with pytest.raises(InputError, match=line):
             commands.main([*told, "--draft", str(folder)])
+
+
+def test_the_script_that_times_drafts(tmp_path, capsys, monkeypatch):
+    """By a clock on which a sample takes 3 seconds without drafts, 2 with one, and 1 with two."""
+    save_pretrained(make("deepseek-v3", vocab_size=258, num_nextn_predict_layers=1), tmp_path)
+    ByteTokenizer().save(tmp_path)
+    script = runpy.run_path(Path(__file__).parents[2] / "results/drafts.py")
+    times = itertools.accumulate(itertools.cycle([0, 3, 0, 2, 0, 1]))
+    clock = SimpleNamespace(perf_counter=partial(next, times))
+    for name, value in (("TURNS", 2), ("PARAMS", SamplingParams(max_tokens=9)), ("time", clock)):
+        monkeypatch.setitem(script["main"].__globals__, name, value)
+    script["main"](str(tmp_path), "1", "2")
+    table = capsys.readouterr().out
+    rows = re.findall(r"^\| (\d) \| [\d.]+% \| ([\d.]+) \|$", table, re.MULTILINE)
+    assert rows == [("1", "1.50"), ("2", "3.00")]

@@ -30,10 +30,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from minitrain.errors import InputError
-from minitrain.models.decoder_config import DecoderConfig, state_elements
+from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import find_targets
 from minitrain.models.moe import Experts
 from minitrain.models.router import Router
+from minitrain.models.shapes.mixers import state_elements
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.settings import TARGETS, Config, Lora

@@ -1,6 +1,6 @@
 """The shapes of published hybrids: attention, and layers that carry a state."""
 
-from minitrain.models.published import size
+from minitrain.models.shapes import size
 
 _NEMOTRON3 = dict(
     family="nemotron_h",
