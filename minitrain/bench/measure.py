@@ -146,7 +146,7 @@ def result(
     matmul: FLOP/s measured on this GPU. tokens: per second and GPU; by default, the tokens of
     training batches over the median step time.
     """
-    # all of bench takes the higher median: a time that was measured, not the mean of two
+    # the higher median is a time that was measured, not the mean of two
     seconds = median_high(times)
     if tokens is None:
         tokens = step_tokens(config) / seconds / dist.get_world_size()

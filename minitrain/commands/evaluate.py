@@ -156,7 +156,7 @@ def measure_choices(
     records, questions, samples = zip(*read_records(files, read, Skips(), WORDING), strict=True)
     samples = [sample for each in samples for sample in each]
     rows = Chats(samples, seq_len, 0, packed=True, numbered=True)
-    # of each sample
+    # the log-probability of each sample
     sums = torch.zeros(len(samples))
     with torch.inference_mode():
         for number, batch in each_row(rows, model):

@@ -193,18 +193,23 @@ def converse(
             if re.fullmatch(r"/\w+", order):
                 print(f"note: {order} is no order ({SLASHES})", file=sys.stderr)
                 continue
-            question = Message("user", line)
-            for chat in ([*said, question], [*before, question]):
-                try:
-                    prompt = encode(chat, template, sampler.tokenizer)
-                    samples = sampler.submit(prompt, params)
-                except InputError as error:
-                    print(f"note: {error}: the conversation begins anew", file=sys.stderr)
+            chat = [*said, Message("user", line)]
+            try:
+                prompt = encode(chat, template, sampler.tokenizer)
+                if len(prompt) >= sampler.longest and said != before:
+                    print(
+                        f"note: a prompt of {len(prompt)} tokens, there are {sampler.longest} positions: the "
+                        f"conversation begins anew",
+                        file=sys.stderr,
+                    )
                     said = before
-                else:
-                    reply = show(sampler, samples, "")
-                    said = [*chat, Message("assistant", reply)]
-                    break
+                    chat = [*said, chat[-1]]
+                    prompt = encode(chat, template, sampler.tokenizer)
+                samples = sampler.submit(prompt, params)
+            except InputError as error:
+                print(f"note: {error}", file=sys.stderr)
+            else:
+                said = [*chat, Message("assistant", show(sampler, samples, ""))]
 
 
 def show(sampler: Sampler, samples: list[Sample], prompt: str) -> str:

@@ -1,7 +1,6 @@
 """Read files of text: whole, line by line, or in pieces of which each is tokenized alone."""
 
 import re
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +25,7 @@ def read_texts(
     """
     for file in files:
         if in_pieces:
-            # read once before, so that no pieces of a skipped file are yielded
-            if skips.read(deque, pieces_of(file, words), 0) is not None:
+            if not skips.allowed or skips.read(read_through, file, words):
                 yield pieces_of(file, words)
             continue
         with reading(file):
@@ -35,6 +33,13 @@ def read_texts(
         text = skips.read(decode, raw, file, 0, words)
         if text is not None:
             yield text
+
+
+def read_through(file: Path, words: Wording) -> bool:
+    """Read a file to its end, so that no piece of one that will be skipped is yielded; return True."""
+    for _ in pieces_of(file, words):
+        pass
+    return True
 
 
 def lines_of(file: Path, words: Wording = SETTINGS) -> list[str]:

@@ -50,8 +50,10 @@ RADIUS = 3.4
 
 
 class Clip(NamedTuple):
-    words: tuple[str, str, str]  # color, shape, direction
-    x: float  # of the center, in the first frame
+    # color, shape, direction
+    words: tuple[str, str, str]
+    # of the center, in the first frame
+    x: float
     y: float
 
 

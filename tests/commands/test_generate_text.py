@@ -67,8 +67,20 @@ def test_a_conversation_that_fills_the_positions_begins_anew(tmp_path, monkeypat
     ]
     out, err = capsys.readouterr()
     assert out == f"> {each[0]}\n> {each[1]}\n> > {each[2]}\n> "
-    # the second question, the third with what was said and alone
-    assert err.count("there are 32 positions: the conversation begins anew") == 3
+    # the second question, and the third with what was said; then the third alone
+    assert err.count("there are 32 positions: the conversation begins anew") == 2
+    assert err.count("there are 32 positions\n") == 1
+
+
+def test_a_question_that_is_refused_ends_no_conversation(folder, monkeypatch, capsys):
+    lines = "hi\n\ud800\nyou\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    generate.main(["--model", str(folder), "--chat", "--system", "be", *WORDS])
+    first = replies(folder, "be\nhi\n")
+    second = replies(folder, [*f"be\nhi\n{first}".encode(), 257, *b"you\n"])
+    out, err = capsys.readouterr()
+    assert out == f"> {first}\n> > {second}\n> "
+    assert err.count("note: --prompt is not UTF-8") == 1 and "anew" not in err.split("UTF-8")[1]
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])

@@ -694,7 +694,7 @@ def test_settings_that_contradict_fine_tuning(tmp_path):
         config_of(tmp_path, kind="text")
     for task in ("pretrain", "grpo"):
         with pytest.raises(
-            InputError, match="data.packed=true is for task=sft, lora and dpo, not"
+            InputError, match="data.packed=true is for task=sft, lora, dpo, reward, not"
         ):
             config_of(tmp_path, task=task, packed=True)
     config = config_of(tmp_path)

@@ -72,6 +72,7 @@ def encode_pieces(pieces: Iterable, tokenizer: Tokenizer) -> tuple[np.ndarray, n
                 ids += tokenizer.beginning_ids
             elif part == EOS:
                 ids.append(tokenizer.eos_id)
+                # what follows eos is encoded as at the beginning of a line
                 before = "\n"
             else:
                 ids += encode_after(before, part, tokenizer.encode)
@@ -93,6 +94,3 @@ def split_reply(sample: Sample) -> tuple[list[int], list[int]]:
     predicted = sample.labels != IGNORE
     start = len(predicted) - int(np.argmin(np.append(predicted[::-1], False)))
     return sample.tokens[: start + 1].tolist(), sample.labels[start:].tolist()
-
-
-# --- lines of files

@@ -10,10 +10,13 @@ NO_KEYS = MappingProxyType({})
 class Message(NamedTuple):
     """A turn of a chat. more: its other keys that templates read, such as tool_calls."""
 
-    role: str  # system, developer, user, assistant or tool
-    content: str | None  # None: nothing but tool calls
+    # system, developer, user, assistant or tool
+    role: str
+    # None: nothing but tool calls
+    content: str | None
     more: Mapping = NO_KEYS
-    learned: bool = True  # a reply is to be learned
+    # a reply is to be learned
+    learned: bool = True
 
     def as_dict(self) -> dict:
         """Return the message as templates see it. They know thoughts by one of two names."""

@@ -92,7 +92,7 @@ def fit_pairs(pairs: Iterable[Pair], half: int, over_long: str) -> tuple[list[Pa
             truncated += any(len(sample.tokens) > half for sample in pair)
     note = f" ({dropped:,} dropped)" if dropped else ""
     if truncated:
-        note += f", {truncated:,} truncated to {half:,} tokens a reply,"
+        note += f", {truncated:,} truncated to {half:,} tokens a chat,"
     if alike:
         note += f" {alike:,} dropped as both replies are the same so far,"
     return kept, note

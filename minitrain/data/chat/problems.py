@@ -185,6 +185,3 @@ def check_length(problem: Problem, config: Config) -> None:
             f"batch.seq_len={room} is too short to warm up on a prompt with its answer, {whole} tokens "
             f"(use grpo.warmup_steps=0, or batch.seq_len={whole})"
         )
-
-
-# --- JSON lines

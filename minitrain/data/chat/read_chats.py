@@ -150,6 +150,8 @@ def read_turn(turn: dict) -> Message:
         turn = turn | {content: text_of_parts(turn[content])}
     more = thought_of(turn)
     if calls := read_calls(turn):
+        if role != "assistant":
+            raise InputError(f"the role {given!r} calls tools, as only the assistant does")
         more["tool_calls"] = calls
     if role == "tool":
         more |= {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}

@@ -36,6 +36,7 @@ class SampleRows:
     ):
         self.seq_len = seq_len
         self.seed = seed
+        self.noun = noun
         # the indices of each row's samples
         self.rows = [[i] for i in range(len(lengths))]
         if packed:
@@ -59,8 +60,8 @@ class SampleRows:
         return self.rows[self.number(n)]
 
     def origin(self, n: int) -> str:
-        """Return the numbers of row n's chats, counted as they were kept."""
-        return f"chats {', '.join(str(i + 1) for i in self.chosen(n))}"
+        """Return the numbers of row n's samples, counted as they were kept."""
+        return f"{self.noun}s {', '.join(str(i + 1) for i in self.chosen(n))}"
 
 
 def fit(samples: Iterable[Sample], seq_len: int, over_long: str) -> tuple[list[Sample], str]:

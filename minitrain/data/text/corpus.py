@@ -3,7 +3,7 @@
 import io
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 import numpy as np
@@ -46,12 +46,12 @@ class Corpus:
 
     def select(self, chosen: np.ndarray) -> "Corpus":
         """Return the spans where bool `chosen` [spans] is true."""
-        return Corpus(
-            self.stores,
-            self.which[chosen],
-            self.starts[chosen],
-            self.lengths[chosen],
-            self.sizes[chosen],
+        return replace(
+            self,
+            which=self.which[chosen],
+            starts=self.starts[chosen],
+            lengths=self.lengths[chosen],
+            sizes=None if self.sizes is None else self.sizes[chosen],
         )
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:

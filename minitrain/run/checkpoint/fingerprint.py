@@ -21,6 +21,7 @@ from minitrain.formats.peft import adapter_files
 from minitrain.formats.tensor_files import weight_files
 from minitrain.run.checkpoint.durable import write_durably
 from minitrain.run.config.load import to_dict
+from minitrain.run.config.task_checks import MADE_UP
 from minitrain.run.launch.same_run import check_same, code_digests, flatten_settings
 from minitrain.settings import Config, Data
 from minitrain.training.distillation import BASE
@@ -57,7 +58,7 @@ def data_files(data: Data) -> list[Path]:
     """Return the files of the data, including indices and tokenizers; none for generated data."""
     if data.sources:
         return [file for source in data_by_source(data).values() for file in data_files(source)]
-    if not data.path or data.kind in ("mock", "shapes"):
+    if not data.path or data.kind in MADE_UP:
         return []
     files = find_files(data)
     indices = [file.with_suffix(".idx") for file in files if file.suffix == ".bin"]

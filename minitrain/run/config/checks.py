@@ -27,6 +27,8 @@ from minitrain.run.config.layout_checks import (
 )
 from minitrain.run.config.task_checks import (
     CHATS,
+    MADE_UP,
+    WITH_REPLIES,
     diffusion_faults,
     distill_faults,
     grpo_faults,
@@ -143,7 +145,7 @@ def _value_faults(c: Config) -> Faults:
 
 def _data_faults(c: Config) -> Faults:
     d = c.data
-    made_up = d.kind in ("mock", "shapes")
+    made_up = d.kind in MADE_UP
     yield not (d.sources or made_up or d.path), f"data.kind={d.kind} needs data.path"
     yield (
         d.validation_path and made_up,
@@ -156,7 +158,7 @@ def _data_faults(c: Config) -> Faults:
     )
     yield (
         d.packed is not None and c.task not in CHATS,
-        f"data.packed={str(d.packed).lower()} is for task=sft, lora and dpo, not for task={c.task} (leave it out)",
+        f"data.packed={str(d.packed).lower()} is for task={', '.join(CHATS)}, not for task={c.task} (leave it out)",
     )
     texts = ("text", "jsonl")
     for name, given, kinds in (
@@ -314,7 +316,7 @@ def _held_out_faults(c: Config) -> Faults:
         exact and p.tp * p.cp * p.pp > 1,
         f"validation.exact_match={exact} generates token by token, so tp, cp and pp must be 1",
     )
-    chats = c.task in CHATS[:-1] and d.kind == "jsonl"
+    chats = c.task in WITH_REPLIES and d.kind == "jsonl"
     yield (
         exact and not (chats and held),
         f"validation.exact_match={exact} needs chats that are held out: task=sft, lora or dpo, data.kind=jsonl and "

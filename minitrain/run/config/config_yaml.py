@@ -142,7 +142,8 @@ def apply_override(tree: dict, word: str) -> None:
     path = ["parallel", key] if key in SHORT else key.split(".")
     *parents, last = path
     for parent in parents:
-        if isinstance(tree.get(parent), str):
+        text = tree.get(parent)
+        if isinstance(text, str) and (parent == "model" or text.startswith("{")):
             tree[parent] = as_mapping(tree[parent], parent)
         # missing or null
         elif tree.get(parent) is None:

@@ -9,10 +9,13 @@ from minitrain.settings import GRPO, Config
 from minitrain.training.distillation import BASE
 from minitrain.training.mtp_loss import trains_mtp
 
+# kinds of data that no file holds
+MADE_UP = ("mock", "shapes")
 # kinds of data that hold videos
 VIDEOS = ("latents", "shapes")
-# tasks that train on chats
+# tasks that train on chats, and those of them that learn to reply
 CHATS = ("sft", "lora", "dpo", "reward")
+WITH_REPLIES = ("sft", "lora", "dpo")
 
 
 def language_faults(c: Config) -> Faults:

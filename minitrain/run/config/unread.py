@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from minitrain.data.sources import data_by_source
-from minitrain.run.config.task_checks import CHATS
+from minitrain.run.config.task_checks import CHATS, MADE_UP
 from minitrain.settings import Config
 from minitrain.training.mtp_loss import knows_mtp
 
@@ -32,7 +32,7 @@ def has_chats(c: Config) -> bool:
 
 
 TOKENS = Reader("data.kind=tokens", lambda c: "tokens" in kinds(c))
-FILES = Reader("files of data", lambda c: kinds(c) - {"mock", "shapes"})
+FILES = Reader("files of data", lambda c: kinds(c) - {*MADE_UP})
 PROBLEMS = Reader(
     "task=grpo, data.kind=jsonl", lambda c: c.task == "grpo" and "jsonl" in kinds(c)
 )

@@ -147,7 +147,11 @@ class Watch:
         self.gave_up = ""
         if dist.get_backend() == "nccl":
             self.gave_up = ", gave up waiting (see out_dir/logs/nccl-rank-*)"
-        self.server = self.listen() if self.rank == 0 else self.join()
+        self.server = None
+        if self.rank == 0:
+            self.server = self.listen()
+        else:
+            self.join()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 

@@ -238,7 +238,8 @@ def adapter_weights(config: Config) -> int:
 def policy_flops(config: Config) -> Callable[[int], float]:
     """Return a function from the tokens of a GRPO step to its FLOPs per token.
 
-    It counts training, sampling, and a forward pass for each set of log-probabilities.
+    It counts training, sampling, and a forward pass for each set of log-probabilities, without those
+    of a teacher, which is another model.
     """
     grpo = config.grpo
     responses = grpo.prompts * grpo.group

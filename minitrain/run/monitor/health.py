@@ -103,7 +103,7 @@ def not_finite(numbers: dict) -> str:
 def batch_origin(dataset: Dataset, rows: int, step: int) -> str:
     """Return a line on the `rows` of the dataset that step 1, 2, ... used.
 
-    It names the files of the first of them if the dataset has `origin`.
+    It says where the first of them come from if the dataset has `origin`.
     """
     first = (step - 1) * rows
     text = f"rows {first} to {first + rows - 1} of the data"

@@ -61,7 +61,7 @@ class MetricsLog:
         # the score of the best validation, and its step; 0 if there was none
         self.best = -math.inf
         self.best_step = 0
-        # those of rank 0
+        # only rank 0 has them
         self.file: TextIO | None = None
         self.bar: tqdm | None = None
         # when a line replaces the progress bar again

@@ -64,8 +64,8 @@ class Task(Protocol):
     def finish(self, numbers: dict[str, Any], stopping: Callable[[], str]) -> bool:
         """Add the results of a validation to the numbers of a step, if one is due.
 
-        stopping(): returns the name of a signal that asks the run to stop, or "". It is called during
-        the validation; if there is a signal, the validation is skipped, and False returned.
+        stopping(): returns the name of a signal that asks the run to stop, or "". A validation that
+        is long calls it; if there is a signal, the rest is skipped, and False returned.
         """
 
     def save(self, numbers: dict[str, Any]) -> None:
