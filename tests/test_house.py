@@ -57,7 +57,7 @@ BUDGETS = {
     "run/checkpoint": 5_650,
     "run/monitor": 8_450,
     "run/tasks": 8_500,
-    "bench": 16_700,
+    "bench": 16_750,
     "simulator": 21_300,
     "examples": 4_500,
     "commands": 12_550,

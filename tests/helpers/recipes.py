@@ -10,6 +10,9 @@ STAND_INS = {
     "dpo": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "reward-model": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "full-8b-8gpu": ["model=llama3.1-8b", "data.tokenizer=bytes"],
+    "full-8b-80gb": ["model=llama3.1-8b", "data.tokenizer=bytes"],
+    # any model will do
+    "full-1b-12gb": ["model=llama3.1-8b", "data.tokenizer=bytes"],
     "pretrain-tokens": ["data.tokenizer=bytes"],
     "pretrain-mixed": ["data.tokenizer=bytes"],
     "pretrain-muon": ["data.tokenizer=bytes"],
