@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from minitrain.bench.report import Row, merge_results, predicted, read_results
+from minitrain.bench.report import Row, merge_results, read_results
+from minitrain.bench.report_accuracy import predicted
 from minitrain.bench.rows import load_row
 from minitrain.run.config.recipes import CONFIGS
 from minitrain.simulator.predict import as_published, predicted_row

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import bench
-from minitrain.commands.bench import check_options, load_row, make_case
+from minitrain.commands.bench import load_row
+from minitrain.commands.bench_cases import check_options, make_case
 from tests.helpers.commands import ROOT
 
 PARTS = re.findall(r"^run_(\w+)\(\)", (ROOT / ".ci/gpu").read_text(), re.MULTILINE)
@@ -35,6 +36,35 @@ def commands(tmp_path_factory) -> list[list[str]]:
         done = subprocess.run(script, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     return [line.split("\x1f")[:-1] for line in dict.fromkeys(file.read_text().splitlines())]
+
+
+def test_the_table_has_a_line_for_every_part():
+    table = re.search(
+        r'^PARTS="\n(.*?)^"', (ROOT / ".ci/gpu").read_text(), re.DOTALL | re.MULTILINE
+    )
+    listed = [line.split()[:2] for line in table[1].splitlines()]
+    assert [name for name, _ in listed] == PARTS and all(int(limit) > 0 for _, limit in listed)
+
+
+def test_without_parts_the_first_nine_run(tmp_path):
+    """Each for as many seconds as its line says."""
+    if sys.platform != "linux":
+        pytest.skip("needs bash 4 and GNU timeout")
+    for name, text in (
+        (
+            "python3",
+            "#!{bash}\n[ $1 = .ci/gpu_machine.py ] && {{ echo h100 85; echo versions; }}\n:",
+        ),
+        ("timeout", "#!{bash}\necho limit $5\n:"),
+    ):
+        (tmp_path / name).write_text(text.format(bash=shutil.which("bash")))
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = [ROOT / ".ci/gpu", tmp_path / "out"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    limits = re.findall(r"^limit (\d+)$", done.stdout, re.MULTILINE)
+    assert limits == ["340", "200", "60", "110", "185", "100", "70", "60", "110"]
 
 
 def test_every_part_starts_programs_that_exist(commands):

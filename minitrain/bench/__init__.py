@@ -9,9 +9,9 @@ simulated or extrapolated. Read in this order:
     versus      time another library's step in turns with ours; decoding: bytes that a decode step reads
     proxy       run a row on one GPU with fewer layers; shrink: run its layout at toy width on gloo
     tables      read results and print tables; report: set results beside the published rows;
-                report_html: write the report as HTML
+                report_accuracy, report_tables, report_html: what it says, as Markdown and as a page
     systems.yaml   constants of machines and of other stacks, each with its source
 
-Not here: predictions (simulator/), options and modes (commands/bench.py), FLOP counts and the
+Not here: predictions (simulator/), options and modes (commands/bench*.py), FLOP counts and the
 measured rates of this machine (run/monitor/).
 """

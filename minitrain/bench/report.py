@@ -1,37 +1,20 @@
 """Set results beside the published figures: `bench.py --report`.
 
-The report has the tables of the published pages. Each row has at most one result of each kind (see
-MODES), the last one given. Results that cannot be compared with a published figure are in a table of
-their own: proxies, shrunk configs, changed models, other systems, configs that are no row.
-`as_markdown` writes the report as Markdown, report_html.py as a page.
+    read_results     lines of files that --json wrote; checked
+    merge_results    those and the published rows -> a Report
+
+Each row has at most one result of each kind (see MODES), the last one given. Results that cannot be
+compared with a published figure are apart: proxies, shrunk configs, changed models, other systems,
+configs that are no row. report_accuracy.py judges the simulated ones, report_tables.py makes tables
+and writes Markdown, report_html.py writes a page.
 """
 
 from dataclasses import dataclass, field
-from statistics import median, median_high
 
-from minitrain.bench.rows import (
-    FIGURES,
-    constants,
-    is_published,
-    read_reference,
-    row_trees,
-    typed,
-)
-from minitrain.bench.tables import (
-    by_column,
-    format_number,
-    markdown,
-    need,
-    need_rates,
-    on_own_system,
-    result_columns,
-    result_lines,
-    short,
-)
+from minitrain.bench.rows import FIGURES, is_published, read_reference, row_trees, typed
+from minitrain.bench.tables import need, need_rates, on_own_system, result_lines
 from minitrain.errors import InputError
 
-# simulated rows with a larger error are listed by name
-LIMIT = 0.35
 # key -> type, of what a result may lack or have as null
 OPTIONAL = {
     "ratio": float,
@@ -54,10 +37,6 @@ MODES = {
     "measured": "the whole row, run",
     "extrapolated": "from proxies with fewer layers on one rank, without communication",
 }
-# kinds that the summary describes in words
-IN_WORDS = {"fastest": "in our fastest layout", "recipe": "predicted as they were run"}
-# keys of `reference` that are printed as notes, each with how the note begins
-REMARKS = {"known_error": "", "differs": "the published run ", "others": "others' tokens/s: "}
 
 
 @dataclass
@@ -185,168 +164,3 @@ def is_comparable(result: dict, row: Row) -> bool:
         and result["world_size"] == reference["gpus"]
         and on_own_system(result | {"reference": reference})
     )
-
-
-# --- accuracy
-
-
-def held_back(rows: list[Row]) -> list[Row]:
-    """Return the simulated rows that no constant of the simulator was fitted to."""
-    return simulated_of("held_back", rows)
-
-
-def simulated_of(section: str, rows: list[Row]) -> list[Row]:
-    """Return the simulated rows that systems.yaml lists under `fitted_on` or `held_back`."""
-    names = constants(section)
-    return [row for row in rows if "simulated" in row.results and row.name in names]
-
-
-def predicted(row: Row) -> float:
-    """Return the ratio of the simulated published run to the published figure.
-
-    Without a recipe of its own, the published run is simulated as ours.
-    """
-    return row.results.get("recipe", row.results["simulated"])["ratio"]
-
-
-def error(row: Row) -> float:
-    """Return the relative error of a row's simulated figure."""
-    return abs(predicted(row) - 1)
-
-
-def summary(report: Report) -> str:
-    """Return one line: how many published rows have which results, and the simulation's errors.
-
-    Errors are those of `held_back` rows. Rows that a user added do not count.
-    """
-    rows = [row for row in report.rows if is_published(row.name)]
-    parts = [f"{len(rows)} published rows"]
-    for kind in MODES:
-        ratios = [row.results[kind]["ratio"] for row in rows if kind in row.results]
-        if ratios:
-            middle = median_high(ratios)
-            what = IN_WORDS.get(kind, kind)
-            parts.append(f"{len(ratios)} {what}, median {middle:.2f} of the published figure")
-    if tested := held_back(rows):
-        middle = median(map(error, tested))
-        worst = max(tested, key=error)
-        errors = f"off by {middle:.1%} in the median, {error(worst):.0%} at worst ({worst.name})"
-        parts.append(f"of {len(tested)} rows not fitted to, {errors}")
-    return "; ".join(parts)
-
-
-def accuracy_cells(report: Report) -> dict[str, list[str]]:
-    """Return the columns of the simulation's errors: a line per published table, then totals."""
-    training = [row for row in report.rows if row.tree.get("task") != "grpo"]
-    groups = report.tables | {
-        "all": report.rows,
-        "all but GRPO": training,
-        "all but GRPO and those whose published runs differ": [
-            row for row in training if "differs" not in row.reference
-        ],
-    }
-    lines = []
-    for title, rows in groups.items():
-        if tested := held_back(rows):
-            worst = max(tested, key=error)
-            fitted = simulated_of("fitted_on", rows)
-            line = {
-                "rows not fitted to": title,
-                "number": str(len(tested)),
-                "median error": f"{median(map(error, tested)):.1%}",
-                "worst": f"{error(worst):.0%}",
-                "which": worst.name,
-                "of fitted rows": f"{median(map(error, fitted)):.1%}" if fitted else "",
-            }
-            lines.append(line)
-    return by_column(lines)
-
-
-def outliers(report: Report) -> list[str]:
-    """Return lines that name held-back rows with errors above LIMIT, and rows that do not fit."""
-    lines = []
-    for row in sorted(held_back(report.rows), key=error, reverse=True):
-        if error(row) > LIMIT:
-            why = row.reference.get("differs")
-            why = f"its published run {why}" if why else "unexplained"
-            lines.append(f"{row.name}: {predicted(row):.2f} of the published figure; {why}")
-    for row in report.rows:
-        if row.results.get("simulated", {}).get("fits") is False:
-            lines.append(f"{row.name}: its simulated memory does not fit")
-    return lines
-
-
-# --- tables
-
-
-def cells(rows: list[Row]) -> dict[str, list[str]]:
-    """Return the columns of a published table: ratios, figures, memory, and the layout last."""
-    unit = FIGURES[rows[0].figure]
-    return by_column([table_line(row, unit) for row in rows])
-
-
-def table_line(row: Row, unit: str) -> dict[str, str]:
-    """Return a row's cells by column. unit: of the published figure."""
-    reference = row.reference
-    batch = row.tree["batch"]
-    layout = [f"{reference['gpus']} {reference['system']}"]
-    layout.append(f"batch {batch['global']} x {batch['seq_len']}, micro {batch['micro']}")
-    for name in ("tp", "pp", "cp", "vp", "ep"):
-        size = row.tree["parallel"].get(name, 1)
-        if size > 1:
-            layout.append(f"{name}={size}")
-    found = {kind: row.results.get(kind, {}) for kind in MODES}
-    memory = {kind: format_number(r.get("peak_memory_gib"), ".1f") for kind, r in found.items()}
-    return {
-        "row": row.short_name,
-        **{f"{kind} ratio": format_number(r.get("ratio"), ".3f") for kind, r in found.items()},
-        f"published {unit}": short(reference[row.figure]),
-        **{kind: short(r.get(row.figure)) for kind, r in found.items()},
-        **{f"{kind} GiB": gib for kind, gib in memory.items() if kind != "recipe"},
-        "published step s": format_number(reference.get("step_time_s"), ".4g"),
-        "published TFLOP/s": format_number(reference.get("tflops_per_gpu"), ".4g"),
-        "note": "*" if {"known_error", "differs"} & reference.keys() else "",
-        "layout": ", ".join(layout),
-    }
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """Return lines on known errors of published figures, differing runs, and extrapolations."""
-    lines = []
-    for row in rows:
-        for key, start in REMARKS.items():
-            if key in row.reference:
-                lines.append(f"{row.short_name}: {start}{row.reference[key]}")
-        if result := row.results.get("extrapolated"):
-            layers = " and ".join(map(str, result["layers"]))
-            lines.append(
-                f"{row.short_name}: extrapolated by proxy on one {result['device']} from {layers} of "
-                f"{result['full_layers']} layers, without {result['left_out']}"
-            )
-    return lines
-
-
-def provenance(report: Report) -> list[str]:
-    """Return lines on what each kind of result is, and on which machines results were obtained."""
-    shown = {kind for row in report.rows for kind in row.results}
-    lines = [f"{kind}: {text}" for kind, text in MODES.items() if kind in shown]
-    return lines + [
-        f"{mode} on {'; '.join(sorted(names))}" for mode, names in report.machines.items()
-    ]
-
-
-def as_markdown(report: Report) -> str:
-    """Return the whole report as Markdown."""
-    parts = [f"# minitrain beside the published tables\n\n{report.day}. {summary(report)}."]
-    parts += [f"- {line}" for line in provenance(report)]
-    if table := accuracy_cells(report):
-        parts.append(f"## Accuracy of the simulation\n\n{markdown(table)}")
-        parts += [f"- {line}" for line in outliers(report)]
-    for title, rows in report.tables.items():
-        parts.append(f"## {title}\n\n{markdown(cells(rows))}")
-        parts += [f"- {line}" for line in notes(rows)]
-    if report.others:
-        parts.append(
-            f"## Not to be compared with a row\n\n{markdown(result_columns(report.others))}"
-        )
-    return "\n\n".join(parts) + "\n"

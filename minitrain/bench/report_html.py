@@ -14,20 +14,9 @@ from pathlib import Path
 from string import Template
 from urllib.parse import quote
 
-from minitrain.bench.report import (
-    MODES,
-    Report,
-    Row,
-    accuracy_cells,
-    as_markdown,
-    cells,
-    merge_results,
-    notes,
-    outliers,
-    provenance,
-    read_results,
-    summary,
-)
+from minitrain.bench.report import MODES, Report, Row, merge_results, read_results
+from minitrain.bench.report_accuracy import accuracy_cells, outliers, summary
+from minitrain.bench.report_tables import as_markdown, cells, notes, provenance
 from minitrain.bench.rows import CONFIGS, FIGURES, SOURCES
 from minitrain.bench.tables import calibration_line, result_columns, short
 from minitrain.errors import as_input_error

@@ -28,9 +28,9 @@ words = dict(word.split("=") for word in sys.argv[1:])
 assert words.keys() <= {"model", "cp", "tp", "ep", "recompute", "compile", "steps", "out"}, words
 cp, tp, ep = (int(words.get(name, 1)) for name in ("cp", "tp", "ep"))
 batch, micro, seq_len, steps = 16, 4, 256, int(words.get("steps", 40))
-if "RANK" not in os.environ:  # no torchrun: a world of one rank, and the same code from here on
+if "RANK" not in os.environ:  # started without torchrun: a world of one process
     os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-dist.is_initialized() or dist.init_process_group()  # NCCL on GPUs, gloo on CPUs; once in a notebook
+dist.is_initialized() or dist.init_process_group()  # NCCL or gloo; a notebook may run this twice
 meshes = mesh.build_meshes("cuda" if torch.cuda.is_available() else "cpu", cp=cp, tp=tp, ep=ep)
 
 # any technique may be left out; pipelines are in parallel/parallelize.py
@@ -44,7 +44,7 @@ if cp > 1:
     context.context_parallel(model, meshes.cp, "allgather")
 recompute.recompute(model.blocks, words.get("recompute", "none"))
 if "compile" in words:  # outside recomputation, which the compiler must see; inside FSDP's hooks
-    compiling.compile_blocks(model.blocks, dynamic=False, keep_order=max(cp, tp, ep) > 1)
+    compiling.compile_blocks(model.blocks, dynamic=False, communicates=max(cp, tp, ep) > 1)
 if dist.get_world_size() > 1:  # FSDP also sums the gradients that tp leaves as Partial
     fsdp.shard(model, model.blocks, meshes.parameters, for_experts=meshes.experts)
 model.to_empty(device=meshes.device)

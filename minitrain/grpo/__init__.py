@@ -3,12 +3,16 @@
 In the order of reading:
 
     policy_loop      the steps: sample, reward, train, bring the new weights to the sampler
-    rollouts         groups of responses, and their rewards; evaluation
+    responses        problems, responses to them, and the numbers that these give
+    rollouts         sample and reward groups of responses; evaluate
     environments     what samples talk to before they end: tools, games, users
+    episodes         a sample with its environment
+    episode_runner   the sampler's side: who is decoded, and who waits for an answer
+    environment_threads  the environment's side: its calls, in threads
     rewards          what a response is worth: `exact`, `math`, or your own function
     math_answers     how `math` compares answers
     advantages       how much better a response is than the others of its prompt
-    batches          responses packed into micro-batches
+    batches          examples of responses, packed into micro-batches
     policy_trainer   log-probabilities, and one or several updates
     objective        the loss, with its derivations
     weight_sync      weights from the trainer's layout to the sampler's

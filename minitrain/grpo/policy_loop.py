@@ -27,7 +27,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -35,12 +34,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from minitrain.grpo.batches import ProblemSet
-from minitrain.grpo.environments import Environments, Talk
+from minitrain.grpo.environments import EnvironmentFactory
+from minitrain.grpo.episode_runner import EpisodeRunner
 from minitrain.grpo.offload import Memory
 from minitrain.grpo.policy_trainer import PolicyTrainer
+from minitrain.grpo.responses import Group, ProblemSet, describe_ages, describe_responses
 from minitrain.grpo.rewards import Reward
-from minitrain.grpo.rollouts import Group, RolloutWorker, averages, most_samples
+from minitrain.grpo.rollouts import RolloutWorker, most_samples
 from minitrain.grpo.weight_sync import WeightSync, shards_of
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import empty_model
@@ -78,7 +78,7 @@ class PolicyLoop:
 
     meshes: of the training ranks. problems, held_out: to train on, and to evaluate on. ends: the
         tokens that end a response.
-    fill: see `build_model`. talk: what samples talk to, with environments.
+    fill: see `build_model`. environments: makes what samples talk to, with grpo.environment.
     draft: what guesses the samplers' next tokens, if a model of its own does.
     record(groups, step): called by all ranks with the responses of a step, before it trains.
     """
@@ -95,7 +95,7 @@ class PolicyLoop:
         reward: Reward,
         fill: Callable[[Config, Module], None],
         record: Callable[[list[Group], int], None],
-        talk: Talk | None = None,
+        environments: EnvironmentFactory | None = None,
         draft: Decoder | None = None,
     ):
         self.config = config
@@ -122,7 +122,9 @@ class PolicyLoop:
         wait_for_all()
         model, self.weight_sync = self.connect(ranks)
         if model is not None:
-            self.worker = make_worker(config, ranks, model, tokenizer, ends, reward, talk, draft)
+            self.worker = make_worker(
+                config, ranks, model, tokenizer, ends, reward, environments, draft
+            )
         kept = {}
         lost = {}
         # then every rank trains and samples
@@ -174,33 +176,36 @@ class PolicyLoop:
 
         coming: the responses for the first of them that are sampled already.
         """
-        config = self.config
-        began = time.perf_counter()
-        # of the next steps, the oldest first
+        # responses for the next steps, the oldest first
         queue = deque(coming)
         if queue:
             self.taken = queue[-1][0][0].problems
-        for step in range(first, config.steps):
-            # how many more steps may be sampled with the weights that this one begins with
-            ahead = min(config.grpo.lag, config.steps - 1 - step)
-            if not queue:
-                queue.append(self.share(self.collect(ahead), step))
-            groups = queue.popleft()
-            missing = 0 if config.grpo.in_flight else ahead - len(queue)
-            sampled = [self.collect() for _ in range(missing)]
-            learned = self.train(groups, step)
-            for each in sampled:
-                queue.append(self.share(each, step + 1 + len(queue)))
-            self.version = step + 1
-            self.update_sampler()
-            # also to ranks that only sample: all judge alike how it went
-            learned = self.from_rank(learned, 0)
-            measured = self.seconds["generation"], self.drafts
-            self.seconds["generation"], self.drafts = self.from_rank(measured, self.first_sampler)
-            timing = self.timing(groups, time.perf_counter() - began)
-            ages = describe_ages(groups, step) if config.grpo.lag else {}
-            yield {"step": step + 1} | learned | describe_responses(groups) | ages | timing
-            began = time.perf_counter()
+        for step in range(first, self.config.steps):
+            yield self.step(step, queue)
+
+    def step(self, step: int, queue: deque[list[Group]]) -> dict[str, Any]:
+        """Sample, train, and bring the new weights to the sampler. Return the step's numbers.
+
+        queue: the responses for this step and the next ones, as far as they are sampled. Those that
+        may be sampled with the weights that the step begins with are added.
+        """
+        grpo = self.config.grpo
+        began = time.perf_counter()
+        # how many more steps' responses may be sampled with these weights
+        ahead = min(grpo.lag, self.config.steps - 1 - step)
+        groups = queue.popleft() if queue else self.share(self.collect(ahead), step)
+        missing = 0 if grpo.in_flight else ahead - len(queue)
+        sampled = [self.collect() for _ in range(missing)]
+        learned = self.train(groups, step)
+        for each in sampled:
+            queue.append(self.share(each, step + 1 + len(queue)))
+        self.version = step + 1
+        self.update_sampler()
+        # also to ranks that only sample: all judge alike how it went
+        learned = self.from_rank(learned, 0)
+        timing = self.timing(groups, began)
+        ages = describe_ages(groups, step) if grpo.lag else {}
+        return {"step": step + 1} | learned | describe_responses(groups) | ages | timing
 
     def collect(self, ahead: int = 0) -> list[Group] | None:
         """Return the next step's groups; nothing on a rank that only trains.
@@ -220,14 +225,17 @@ class PolicyLoop:
         return groups
 
     def share(self, groups: list[Group] | None, step: int) -> list[Group]:
-        """Share what was collected for `step` with all ranks, and record it."""
+        """Return on all ranks what was collected for `step`, and record it."""
         with self.phase("refit"):
             groups = self.from_rank(groups, self.first_sampler)
             self.record(groups, step)
         return groups
 
     def train(self, groups: list[Group], step: int) -> dict[str, float]:
-        """Return what a step has learned; in flight, ranks that only sample go on meanwhile."""
+        """Train the policy on a step's responses, and return its numbers; nothing where there is none.
+
+        In flight, ranks that only sample go on meanwhile.
+        """
         apart = self.config.grpo.in_flight and not self.colocated
         if self.policy:
             learned = self.policy.learn(groups, step)
@@ -246,6 +254,7 @@ class PolicyLoop:
         return value if self.colocated else broadcast(value, source, self.everyone)
 
     def update_sampler(self) -> None:
+        """Bring the policy's weights to the sampler."""
         with self.phase("refit"):
             if self.weight_sync:
                 self.weight_sync()
@@ -269,50 +278,30 @@ class PolicyLoop:
             sampler.free() if self.frees else sampler.forget()
         return self.from_rank(numbers, self.first_sampler)
 
-    def timing(self, groups: list[Group], seconds: float) -> dict[str, float]:
+    def timing(self, groups: list[Group], began: float) -> dict[str, float]:
         """Return seconds of the step and its phases, and tokens, those of prompts and responses.
 
-        And, with drafts, the share of them that was right, and how many there were a second.
+        began: when the step did. With drafts, also the share of them that was right, and how many
+        there were a second.
         """
+        measured = self.seconds["generation"], self.drafts
+        self.seconds["generation"], drafts = self.from_rank(measured, self.first_sampler)
+        seconds = time.perf_counter() - began
         tokens = sum(len(response.prompt) + len(response.response) for response in chain(*groups))
-        phases = {f"{name}_s": self.seconds[name] for name in PHASES}
-        rates = {}
-        if drafted := self.drafts["drafted"]:
-            accepted = self.drafts["accepted"]
-            rates = {
-                "draft_acceptance": accepted / drafted,
-                "drafted_per_sec": drafted / self.seconds["generation"],
-                "accepted_per_sec": accepted / self.seconds["generation"],
-            }
+        numbers = {f"{name}_s": self.seconds[name] for name in PHASES}
+        if drafted := drafts["drafted"]:
+            accepted = drafts["accepted"]
+            numbers["draft_acceptance"] = accepted / drafted
+            numbers["drafted_per_sec"] = drafted / self.seconds["generation"]
+            numbers["accepted_per_sec"] = accepted / self.seconds["generation"]
         self.seconds.clear()
         self.drafts = Counter()
-        return (
-            phases
-            | rates
-            | {"step_time_s": seconds, "step_tokens": tokens, "tokens_per_sec": tokens / seconds}
-        )
-
-
-def describe_responses(groups: list[Group]) -> dict[str, float]:
-    """Return what can be said of a step's responses without a model.
-
-    Where groups were replaced (grpo.generations), the averages are over all that was sampled, and
-    those of the groups that are trained on, of which none is all right or all wrong, stand beside
-    them as trained_*.
-    """
-    first = groups[0][0]
-    numbers = {"no_signal": first.no_signal, "problems": first.problems}
-    trained = averages(groups)
-    if not first.sampled:
-        return numbers | trained
-    return numbers | first.sampled | {f"trained_{name}": x for name, x in trained.items()}
-
-
-def describe_ages(groups: list[Group], step: int) -> dict[str, float]:
-    """Return how many steps old the weights of the drawn tokens are, of a step's responses."""
-    drawn = [each.token_versions()[each.drawn()] for each in chain(*groups) if each.versions]
-    ages = step - np.concatenate(drawn) if drawn else np.zeros(1)
-    return {"age": ages.mean().item(), "age_max": ages.max().item()}
+        whole = {
+            "step_time_s": seconds,
+            "step_tokens": tokens,
+            "tokens_per_sec": tokens / seconds,
+        }
+        return numbers | whole
 
 
 def is_whole(model: Decoder | Pipeline) -> bool:
@@ -329,7 +318,7 @@ def make_worker(
     tokenizer: TextTokenizer,
     ends: tuple[int, ...],
     reward: Reward,
-    talk: Talk | None,
+    environments: EnvironmentFactory | None,
     draft: Decoder | None,
 ) -> RolloutWorker:
     """Return what samples responses from `model` on this rank; the rest as for `PolicyLoop`."""
@@ -341,8 +330,10 @@ def make_worker(
     sampler.records = config.grpo.replay_routing
     groups = ranks.samplers, ranks.sampler
     worker = RolloutWorker(config, sampler, tokenizer, ends, reward, replica, replicas, *groups)
-    if talk:
-        worker.environments = Environments(config, talk, sampler, worker.longest, ranks.sampler)
+    if environments:
+        worker.episodes = EpisodeRunner(
+            config, environments, sampler, worker.longest, ranks.sampler
+        )
     return worker
 
 

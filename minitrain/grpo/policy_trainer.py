@@ -12,15 +12,9 @@ from torch.nn import Module
 
 from minitrain.errors import InputError
 from minitrain.grpo.advantages import advantages
-from minitrain.grpo.batches import (
-    Example,
-    ProblemSet,
-    pack_micro_batches,
-    reply_example,
-    response_example,
-)
+from minitrain.grpo.batches import Example, pack_micro_batches, reply_example, response_example
 from minitrain.grpo.objective import PolicyGradient
-from minitrain.grpo.rollouts import Group, rewards
+from minitrain.grpo.responses import Group, ProblemSet, rewards
 from minitrain.grpo.weight_sync import Shards
 from minitrain.models.lora import adapter_names, is_adapter, merged_weight, without_adapters
 from minitrain.models.router import replay_routing

@@ -16,13 +16,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Problem, ProblemSet, Response, packed_routes
-from minitrain.grpo.environments import Environments, Episode
+from minitrain.grpo.episode_runner import EpisodeRunner
+from minitrain.grpo.episodes import Episode
+from minitrain.grpo.responses import Group, Problem, ProblemSet, Response, averages, packed_routes
 from minitrain.grpo.rewards import Reward, keeps_state, overlong, reward_state
 from minitrain.parallel.agreement import broadcast, gather
 from minitrain.rollout.engine import Sampler
@@ -32,8 +32,6 @@ from minitrain.rollout.texts import TextTokenizer
 from minitrain.settings import Config
 from minitrain.user_code import call, finite_number
 
-# all responses to one prompt
-Group = list[Response]
 # problems that are being sampled: of those of this replica the place, the problem, and its samples
 Flight = list[tuple[int, Problem, list[Sample | Episode]]]
 # what a checkpoint keeps of a sample
@@ -70,7 +68,7 @@ class RolloutWorker:
         self.group = group
         self.own = own
         # what samples talk to, which then rewards them
-        self.environments: Environments | None = None
+        self.episodes: EpisodeRunner | None = None
         # by the number of the first problem
         self.flights: dict[int, Flight] = {}
         # samples that the sampler does not have at the moment
@@ -79,14 +77,14 @@ class RolloutWorker:
         self.kept: dict[tuple[int, int], list] = {}
 
     def collect(self, problems: ProblemSet, first: int, ahead: int = 0) -> list[Group]:
-        """Return the groups of a step, on all replicas.
+        """Sample and reward the groups of a step. Returns them on all replicas.
 
-        ahead: how many further steps' groups may be begun meanwhile.
-        first: the number of the first problem that no step has had. A group has a signal if its
-        scores differ. With grpo.generations above 1, groups without a signal are replaced by groups
-        of further problems (DAPO's dynamic sampling), and used after all if these do not suffice.
-        The signal is in scores, not rewards: where all are wrong, the penalty for length would only
-        teach to be wrong in fewer words.
+        first: the number of the first problem that no step has had. ahead: how many further steps'
+        groups may be begun meanwhile.
+        A group has a signal if its scores differ. With grpo.generations above 1, groups without a
+        signal are replaced by groups of further problems (DAPO's dynamic sampling), and used after
+        all if these do not suffice. The signal is in scores, not rewards: where all are wrong, the
+        penalty for length would only teach to be wrong in fewer words.
         """
         count = self.config.grpo.prompts
         rounds = self.config.grpo.generations
@@ -142,9 +140,9 @@ class RolloutWorker:
         for i in range(self.replica, len(problems), self.replicas):
             problem = problems[i]
             request = self.request(problem, first + i, n, greedy)
-            if self.environments:
+            if self.episodes:
                 samples = [Episode(problem, request, first + i, number) for number in range(n)]
-                self.environments.begin(samples)
+                self.episodes.begin(samples)
             else:
                 samples = self.sampler.submit(problem.prompt, request)
             flight.append((i, problem, samples))
@@ -155,7 +153,7 @@ class RolloutWorker:
         with self.sampler.weights.in_use():
             while not all(sample.ended for *_, samples in flight for sample in samples):
                 self.advance()
-        finish = self.scored if self.environments else self.rewarded
+        finish = self.scored if self.episodes else self.rewarded
         tp = self.config.rollout.tp
         # the ranks of one sampler all have its responses: each rewards some of them
         groups = {
@@ -169,12 +167,12 @@ class RolloutWorker:
 
     @property
     def busy(self) -> bool:
-        return (self.environments or self.sampler).busy
+        return (self.episodes or self.sampler).busy
 
     def advance(self) -> None:
         """Take a step with all that is being sampled."""
-        if self.environments:
-            self.environments.advance()
+        if self.episodes:
+            self.episodes.advance()
         else:
             self.sampler.step()
 
@@ -231,7 +229,7 @@ class RolloutWorker:
         Of environments there is nothing: what they remember is theirs, so their samples begin anew.
         """
         # the ranks of one sampler all have the same
-        mine = dist.get_rank() % self.config.rollout.tp == 0 and not self.environments
+        mine = dist.get_rank() % self.config.rollout.tp == 0 and not self.episodes
         drawn = [
             (place, {name: getattr(sample, name) for name in DRAWN})
             for place, sample in samples_of(self.flights if mine else {})
@@ -241,7 +239,7 @@ class RolloutWorker:
 
     def load(self, kept: dict[str, Any]) -> None:
         """Continue samples that were in flight, unless settings that decide them are others now."""
-        if kept["settings"] == sampling_settings(self.config) and not self.environments:
+        if kept["settings"] == sampling_settings(self.config) and not self.episodes:
             self.kept = {tuple(place): drawn for place, drawn in kept["samples"]}
 
     def request(self, problem: Problem, number: int, n: int, greedy: bool) -> SamplingParams:
@@ -381,34 +379,6 @@ def pass_at(k: int, n: int, c: int) -> float:
     An unbiased estimate of pass@k (Chen et al. 2021): 1 - C(n - c, k) / C(n, k).
     """
     return 1 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def rewards(groups: list[Group]) -> torch.Tensor:
-    """Return the responses' rewards, fp64 [groups, samples]."""
-    return torch.tensor(
-        [[response.reward for response in group] for group in groups], dtype=torch.float64
-    )
-
-
-def averages(groups: list[Group]) -> dict[str, float]:
-    """Return what can be said of groups of responses, whatever they are for."""
-    values = rewards(groups)
-    responses = list(chain(*groups))
-    lengths = [len(response.response) for response in responses]
-    numbers = {
-        "reward": values.mean().item(),
-        "reward_std": values.std().item(),
-        "length": sum(lengths) / len(lengths),
-        "longest": max(lengths),
-        "truncated": sum(response.truncated for response in responses) / len(responses),
-    }
-    if any(response.turns or response.failure for response in responses):
-        given = sum(end - first for response in responses for first, end in response.given)
-        # replies of a sample, tokens that its environment said, and environments that failed
-        numbers["turns"] = sum(response.turns for response in responses) / len(responses)
-        numbers["given"] = given / len(responses)
-        numbers["failed"] = sum(bool(response.failure) for response in responses) / len(responses)
-    return numbers
 
 
 def sampling_settings(config: Config) -> str:

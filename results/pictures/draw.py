@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median
 from textwrap import wrap
 
-from minitrain.bench.report import Row, error, held_back, merge_results, predicted, read_results
+from minitrain.bench.report import Row, merge_results, read_results
+from minitrain.bench.report_accuracy import error, held_back, predicted
 from minitrain.bench.report_html import LANE, draw_lanes, timeline_actions
 from minitrain.errors import InputError, as_input_error
 from minitrain.run.launch import cli

@@ -27,6 +27,7 @@ from minitrain.bench.measure_sampling import (
 from minitrain.bench.rows import CONVENTIONS, load_row, row_name
 from minitrain.bench.tables import comparison, details, in_width, markdown, sized, table
 from minitrain.commands import bench as commands
+from minitrain.commands import bench_cases, bench_results, bench_runs
 from minitrain.errors import InputError
 from minitrain.rollout.engine import Sampler
 from minitrain.run.config.layout_checks import check_layout
@@ -77,7 +78,7 @@ def outcome(tree: dict, seconds: list[float], matmul: float = 1e12) -> dict:
 )
 def test_a_busy_machine_is_told_of(capsys, seconds, matmul, unsteady):
     tree = {"model": "llama3-8b", "batch": {"global": 1, "micro": 1, "seq_len": 4}}
-    commands.write_result(outcome(tree, seconds, matmul), None)
+    bench_results.write_result(outcome(tree, seconds, matmul), None)
     assert ("warning: row: steps were not of one speed" in capsys.readouterr().err) == unsteady
 
 
@@ -86,10 +87,10 @@ def test_more_than_all_of_a_machines_rate_is_told_of(capsys, mode):
     """A step of 2 s on a machine of 1 GFLOP/s."""
     tree = {"model": "llama3-8b", "batch": {"global": 1, "micro": 1, "seq_len": 4}}
     found = outcome(tree, [2.0] * 3, 1e9) | {"mode": mode, "left_out": "", "device": "slow"}
-    commands.write_result(found, None)
+    bench_results.write_result(found, None)
     line = f"warning: row: MFU of {found['mfu']:.1%}: the matmul rate of slow, 0.001 TFLOP/s, is at fault"
     assert found["mfu"] > 1 and line in capsys.readouterr().err
-    commands.write_result(found | {"mfu": 0.99}, None)
+    bench_results.write_result(found | {"mfu": 0.99}, None)
     assert "MFU of" not in capsys.readouterr().err
 
 
@@ -823,16 +824,16 @@ def test_a_full_disk_is_told_with_the_file():
     with pytest.raises(
         InputError, match="^--json=/dev/full cannot be written: No space left on device$"
     ):
-        commands.append({"row": "row"}, "/dev/full")
+        bench_results.append({"row": "row"}, "/dev/full")
 
 
 def test_a_result_begins_on_a_line_of_its_own(tmp_path):
     """Also behind one that a kill has cut short."""
     file = tmp_path / "results.jsonl"
-    commands.append({"row": "first"}, str(file))
+    bench_results.append({"row": "first"}, str(file))
     file.write_text(file.read_text() + '{"row": "cut sh')
     for row in ("second", "third"):
-        commands.append({"row": row}, str(file))
+        bench_results.append({"row": row}, str(file))
     first, cut, *others = file.read_text().splitlines()
     assert [json.loads(line)["row"] for line in (first, *others)] == ["first", "second", "third"]
     assert cut == '{"row": "cut sh'
@@ -841,22 +842,22 @@ def test_a_result_begins_on_a_line_of_its_own(tmp_path):
 def test_a_result_is_kept_though_nobody_reads_what_is_printed(tmp_path):
     file, result = tmp_path / "results.jsonl", outcome({"model": "llama3-8b-tiny"}, [1.0])
     with patch("builtins.print", side_effect=BrokenPipeError), pytest.raises(BrokenPipeError):
-        commands.write_result(result, str(file))
+        bench_results.write_result(result, str(file))
     assert json.loads(file.read_text())["step_time_s"] == 1.0
 
 
 def test_a_result_is_kept_though_the_other_library_fails(monkeypatch):
     written = []
-    monkeypatch.setattr(commands, "run", lambda *_: {"row": "row"})
+    monkeypatch.setattr(bench_runs, "run", lambda *_: {"row": "row"})
     monkeypatch.setattr("minitrain.run.launch.start.start", lambda *_: None)
     monkeypatch.setattr(
-        commands, "write_result", lambda result, file, wide: written.append((result, file))
+        bench_runs, "write_result", lambda result, file, wide: written.append((result, file))
     )
-    case = commands.Case("row", None, [(None, {"proxy": True})])
+    case = bench_cases.Case("row", None, [(None, {"proxy": True})])
     options = bench_options("--versus", "peft", "--json", "file")
     fails = patch("minitrain.bench.versus.versus", side_effect=MemoryError)
     with fails, pytest.raises(MemoryError):
-        commands.run_case(case, options)
+        bench_runs.run_case(case, options)
     assert written == [({"row": "row", "proxy": True}, "file")]
 
 
@@ -879,12 +880,12 @@ def test_a_proxys_model_is_gone_before_the_next_is_made(monkeypatch):
         models.append(weakref.ref(model))
         return {"row": row}
 
-    monkeypatch.setattr(commands, "run", run)
-    monkeypatch.setattr(commands, "write_result", lambda *_: None)
-    case = commands.Case("row", None, [(None, {}), (None, {}), (None, {})])
+    monkeypatch.setattr(bench_runs, "run", run)
+    monkeypatch.setattr(bench_runs, "write_result", lambda *_: None)
+    case = bench_cases.Case("row", None, [(None, {}), (None, {}), (None, {})])
     gc.disable()
     try:
-        commands.run_case(case, bench_options())
+        bench_runs.run_case(case, bench_options())
     finally:
         gc.enable()
     assert len(models) == 3
@@ -923,9 +924,9 @@ def test_a_measured_sweep_that_is_stopped_shows_its_table(monkeypatch, capsys):
             raise KeyboardInterrupt
         return [{"row": length, "step_time_s": 1.0, "clean_tflops_per_gpu": 1.0, "mfu": 0.5}]
 
-    monkeypatch.setattr(commands, "run_case", run_case)
+    monkeypatch.setattr(bench_runs, "run_case", run_case)
     options = bench_options("--sweep", "x")
     with pytest.raises(KeyboardInterrupt):
-        commands.run_all([commands.Case(name, None, []) for name in "abc"], options)
+        bench_runs.run_all([bench_cases.Case(name, None, []) for name in "abc"], options)
     shown = capsys.readouterr().out
     assert "16" in shown and "32" in shown

@@ -19,8 +19,8 @@ from minitrain.bench.proxy import (
 )
 from minitrain.bench.rows import CONFIGS, load_row
 from minitrain.bench.tables import is_of_system, label
-from minitrain.commands import bench as benchmark
-from minitrain.commands.bench import write_result
+from minitrain.commands import bench_runs
+from minitrain.commands.bench_results import write_result
 from minitrain.errors import InputError
 from minitrain.run.config.load import load
 from minitrain.run.config.ranks import micro_batches
@@ -284,7 +284,7 @@ def test_a_run_here_is_not_compared_with_a_run_there(
     monkeypatch.setattr(predict, "simulated_figures", made_up)
     for name in ("record", "time_traces"):
         monkeypatch.setattr(predict, name, lambda *_: None)
-    found = benchmark.run("row", config, options)
+    found = bench_runs.run("row", config, options)
     assert found["changed"] == changed
     assert (found["ratio"], found["published"]) == (
         (2.0, 9.0) if changed is None else (None, None)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from minitrain.bench import rows
-from minitrain.bench.report import merge_results, summary
+from minitrain.bench.report import merge_results
+from minitrain.bench.report_accuracy import summary
 from minitrain.bench.report_html import bar, path, write_report
 from minitrain.bench.rows import published_rows
 from minitrain.errors import InputError

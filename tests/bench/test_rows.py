@@ -6,7 +6,8 @@ import pytest
 
 from minitrain.bench import rows
 from minitrain.bench.figures import compare, placed
-from minitrain.bench.report import held_back, merge_results, read_results, summary
+from minitrain.bench.report import merge_results, read_results
+from minitrain.bench.report_accuracy import held_back, summary
 from minitrain.bench.rows import CONFIGS, list_rows, published_rows, read_row, row_trees
 from minitrain.commands import bench
 from minitrain.errors import InputError

@@ -18,12 +18,13 @@ from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from minitrain.grpo import environments
 from minitrain.grpo.advantages import advantages
-from minitrain.grpo.batches import Response, response_example
+from minitrain.grpo.batches import response_example
 from minitrain.grpo.environments import load_environment
+from minitrain.grpo.episode_runner import EpisodeRunner
 from minitrain.grpo.policy_trainer import PolicyTrainer
-from minitrain.grpo.rollouts import averages, rewards, sampling_settings
+from minitrain.grpo.responses import Response, averages, rewards
+from minitrain.grpo.rollouts import sampling_settings
 from minitrain.run.config import load as configs
 from minitrain.run.config.unread import unread
 from minitrain.run.launch.start import start
@@ -150,12 +151,12 @@ def test_others_go_on_while_an_environment_takes_its_time(environment):
     groups = scripted()[0]
     for wait in (60.0, 0.0):
         worker, problems = talking_worker(environment, environment_wait=wait)
-        play, overlaps = worker.environments, []
+        play, overlaps = worker.episodes, []
         answers = play.answers
 
-        def counted(hosts, answered, waiting, answers=answers, play=play, overlaps=overlaps):
-            found = answers(hosts, answered, waiting)
-            overlaps.append(len(waiting) > len(found) and play.sampler.busy)
+        def counted(answers=answers, play=play, overlaps=overlaps):
+            found = answers()
+            overlaps.append(len(play.waiting) > len(found) and play.sampler.busy)
             return found
 
         with patch.object(play, "answers", counted):
@@ -170,7 +171,7 @@ def test_others_go_on_while_an_environment_takes_its_time(environment):
 def test_patience_ends_with_the_first_answer_that_takes_longer():
     worker, problems = talking_worker(Slow, environment_wait=0.005)
     assert said(worker.collect(problems, 0)) == said(scripted()[0])
-    assert not worker.environments.patient
+    assert not worker.episodes.patient
 
 
 def test_samples_of_a_problem_that_begin_differently():
@@ -334,7 +335,8 @@ def failing_worker():
     problems = problems.take(0, 6)
     odd = [problem.row["prompt"][0] in "13579" for problem in problems]
     assert 0 < sum(odd) < 6
-    with patch.object(worker.environments, "make", Scripted):
+    episodes = worker.episodes
+    with patch.object(episodes, "factory", episodes.factory._replace(environment=Scripted)):
         whole = worker.sample(problems, 0, 2)
     return worker, problems, odd, whole
 
@@ -344,7 +346,7 @@ def test_failures_are_one_line_with_the_row_or_worth_nothing(name):
     worker, problems, odd, whole = failing_worker()
     start(worker.config)
     how, line = FAILURES[name]
-    play = worker.environments
+    play = worker.episodes
     # few only where one hangs: a busy machine may take long for the others' answers
     seconds = 1.0 if "environment_seconds" in line else 60.0
     with (
@@ -380,7 +382,7 @@ def test_a_reply_that_cannot_be_read_is_a_failure_of_its_row():
     """Reading it is part of the environment's step, in a thread: it may fail, or take long."""
     worker, problems, *_ = failing_worker()
     start(worker.config)
-    settings = worker.environments.settings
+    settings = worker.episodes.settings
     with (
         patch.object(Failing, "how", staticmethod(lambda where, answer: answer)),
         patch.object(ChatDialog, "hear", side_effect=ValueError("no")),
@@ -537,7 +539,7 @@ def test_numbers_for_the_log():
 
 def test_evaluation_counts_what_environments_reward():
     worker, problems = talking_worker(Scripted, eval_samples=2)
-    with patch.object(environments.Environments, "go_on", go_on_and_win):
+    with patch.object(EpisodeRunner, "go_on", go_on_and_win):
         numbers = worker.evaluate(problems, 4)
     assert numbers == {"greedy": 1.0, "pass@1": 1.0, "pass@2": 1.0}
 

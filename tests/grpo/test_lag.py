@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from minitrain.grpo.batches import Response
-from minitrain.grpo.policy_loop import describe_ages
+from minitrain.grpo.responses import Response, describe_ages
 from minitrain.run.config import load as configs
 from tests.helpers.kill import MEASURED
 from tests.helpers.lag import SLOTS, STEPS, check_log_probs, responses, run, tree_of

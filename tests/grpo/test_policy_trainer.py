@@ -19,7 +19,7 @@ from minitrain.grpo.batches import (
     response_example,
 )
 from minitrain.grpo.policy_trainer import PolicyTrainer
-from minitrain.grpo.rollouts import rewards
+from minitrain.grpo.responses import rewards
 from minitrain.models.lora import adapter_names, merge_adapters, merged_weight, without_adapters
 from minitrain.models.router import Router
 from minitrain.parallel.shards import to_local

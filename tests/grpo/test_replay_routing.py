@@ -12,8 +12,9 @@ import torch
 
 from minitrain import Sampler, SamplingParams, train
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Response, pack_micro_batches, packed_routes, response_example
+from minitrain.grpo.batches import pack_micro_batches, response_example
 from minitrain.grpo.policy_trainer import PolicyTrainer
+from minitrain.grpo.responses import Response, packed_routes
 from minitrain.models.router import Router
 from minitrain.models.zoo import empty_model, model_config
 from minitrain.run.config import load as configs
@@ -32,6 +33,7 @@ FAMILIES = [
     "deepseek-v3-tiny",
     "gpt-oss-20b-tiny",
     "nemotron3-nano-30b-a3b-tiny",
+    "qwen3.5-35b-a3b-tiny",
 ]
 SIZES = {"vocab_size": 258, "initializer_range": 0.2}
 select = Router._select

@@ -24,15 +24,9 @@ from minitrain.data.records import read_records
 from minitrain.errors import InputError
 from minitrain.examples.reversal import reversals
 from minitrain.grpo import rollouts
-from minitrain.grpo.policy_loop import describe_responses
+from minitrain.grpo.responses import describe_responses, rewards
 from minitrain.grpo.rewards import exact, keeps_state, reward_state
-from minitrain.grpo.rollouts import (
-    RolloutWorker,
-    most_samples,
-    pass_at,
-    rewards,
-    sampling_settings,
-)
+from minitrain.grpo.rollouts import RolloutWorker, most_samples, pass_at, sampling_settings
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
 from minitrain.rollout.scheduler import Sample

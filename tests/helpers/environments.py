@@ -9,7 +9,8 @@ from minitrain.data.chat.chat_templates import built_in
 from minitrain.data.chat.dialogs import ChatDialog
 from minitrain.data.chat.problems import open_problems
 from minitrain.data.tokenizer import ByteTokenizer
-from minitrain.grpo.environments import Environments, Talk
+from minitrain.grpo.environments import EnvironmentFactory
+from minitrain.grpo.episode_runner import EpisodeRunner
 from minitrain.grpo.rewards import exact
 from minitrain.grpo.rollouts import RolloutWorker
 from minitrain.run.config import load as configs
@@ -100,6 +101,6 @@ def talking_worker(environment, rollout: Rollout | None = None, max_tokens=40, *
     dialog = partial(ChatDialog, built_in("plain"), ByteTokenizer())
     worker = RolloutWorker(config, sampler, tokenizer, ENDS, exact, 0, 1, None)
     if environment:
-        talk = Talk(environment, dialog)
-        worker.environments = Environments(config, talk, sampler, worker.longest)
+        factory = EnvironmentFactory(environment, dialog)
+        worker.episodes = EpisodeRunner(config, factory, sampler, worker.longest)
     return worker, problems

@@ -2,7 +2,7 @@
 
 import torch
 
-from minitrain.grpo.batches import Response
+from minitrain.grpo.responses import Response
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 258, "num_layers": 2, "initializer_range": 0.05}
 

@@ -10,6 +10,7 @@ ROOMS = (
     "errors",
     "hashing",
     "user_code",
+    "tasks",
     "settings",
     "models",
     "parallel",

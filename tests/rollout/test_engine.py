@@ -16,7 +16,7 @@ from minitrain.errors import InputError
 from minitrain.models.zoo import model_config
 from minitrain.rollout import caches, capacity
 from minitrain.rollout import cpu as cpu_attention
-from minitrain.rollout.caches import MambaCache
+from minitrain.rollout.caches import StateCache
 from minitrain.rollout.scheduler import Scheduler
 from minitrain.rollout.steps import DecodingStep
 from minitrain.run.config import load as configs
@@ -134,7 +134,7 @@ def test_latents_are_kept_once():
     }
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b", "qwen3.5-9b"])
 def test_samples_do_not_depend_on_the_batch(name):
     model, prompts = make(name), prompts_of()
     params = [
@@ -338,7 +338,7 @@ def test_memory_is_for_samples_as_long_as_expected(name):
     assert len(last.tokens) == 1 and last.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b", "qwen3.5-9b"])
 def test_a_prompt_is_computed_once_for_samples_that_take_turns(name, monkeypatch):
     """Also where those that are decoded fill all pages of theirs: what they copy from has one more."""
     lengths, computed = [], Scheduler.prefilled
@@ -758,7 +758,7 @@ def test_states_are_kept_in_fp32():
         make("nemotron3-nano-30b-a3b").bfloat16(), settings=Rollout(page_size=4, pages=20)
     )
     sampler.generate([[1, 2]], SamplingParams(max_tokens=2))
-    states = [layer.states for layer in sampler.caches.layers if isinstance(layer, MambaCache)]
+    states = [layer.states for layer in sampler.caches.layers if isinstance(layer, StateCache)]
     assert {(conv.dtype, scan.dtype) for conv, scan in states} == {
         (torch.bfloat16, torch.float32)
     }

@@ -152,6 +152,22 @@ def test_hybrid_by_hand():
     )
 
 
+def test_delta_by_hand():
+    """Qwen3.5 35B: 30 layers of gated DeltaNet, whose 32 heads have states of 128 x 128, 10 of attention with gates."""
+    h, v = 2048, 32 * 128
+    delta = h * (2 * 16 * 128 + 2 * v + 2 * 32) + v * h
+    experts = (8 + 1) * 3 * h * 512 + h
+    attention = h * 256 * (2 * 16 + 2 + 2) + 16 * 256 * h
+    work = count_work(model_config("qwen3.5-35b-a3b"))
+    assert work.weights == 30 * delta + 40 * experts + 10 * attention + 248320 * h
+    assert work.routers == 40 * 256 * h
+    assert work.state == 0 and work.delta == 30 * 32 * 128 * 128
+    assert work.attention == 10 * 16 * 256
+    # a token reads its key's memory, writes to it, and reads its query's
+    weights = 6 * (work.weights + work.routers)
+    assert clean(work, 4096) == weights + 6 * work.attention * 4096 + 18 * work.delta
+
+
 def counted_flops(model: Decoder, batch: int, seq_len: int) -> tuple[int, int]:
     """FLOPs of a forward and backward pass as torch counts them: linear layers; attention, which it counts in full."""
     tokens = torch.zeros(batch, seq_len, dtype=torch.long, device=model.head_weight.device)
@@ -202,10 +218,17 @@ def test_clean_lora_is_what_torch_counts_with_peft(name, targets):
     assert_clean_equals_counted(model, adapters=trained, batch=2, seq_len=32)
 
 
-@pytest.mark.parametrize("name", [name for name, c in ZOO.items() if not c.get("num_experts")])
+UNIFORM = [
+    name
+    for name, c in ZOO.items()
+    if not c.get("num_experts") and "d" not in c.get("layer_pattern", "")
+]
+
+
+@pytest.mark.parametrize("name", UNIFORM)
 def test_weights_and_parameters_by_hand(name):
     c, work = model_config(name), count_work(model_config(name))
-    mlp = c.hidden_size * c.intermediate_size * (3 if c.mlp == "swiglu" else 2)
+    mlp = c.hidden_size * c.intermediate_size * (3 if c.mlp in ("swiglu", "geglu") else 2)
     projections = (
         c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
     )
@@ -218,7 +241,8 @@ def test_weights_and_parameters_by_hand(name):
     biases = c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads) if c.qkv_bias else 0
     if c.mlp == "gelu":  # GPT-3: biases everywhere, learned positions
         biases += 2 * c.hidden_size + c.intermediate_size
-    norms = (2 * c.num_layers + 1) * c.hidden_size * (1 if c.norm == "rmsnorm" else 2)
+    norms = (4 if c.norm_position == "both" else 2) * c.num_layers + 1
+    norms *= c.hidden_size * (1 if c.norm.startswith("rms") else 2)
     heads = c.num_attention_heads + c.num_key_value_heads if c.qk_norm_over_heads else 2
     small = c.num_layers * (biases + (heads * c.head_dim if c.qk_norm else 0)) + norms
     small += scans * ((width + shared) * (c.conv_kernel + 1) + width + 3 * c.mamba_num_heads)

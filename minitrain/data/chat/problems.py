@@ -8,6 +8,7 @@ Which problems a step takes is a pure function of the seed and the step.
 """
 
 import json
+from collections.abc import Iterator
 
 from minitrain.data.chat.chat_templates import ChatTemplate, choose_template
 from minitrain.data.chat.chats import (
@@ -29,7 +30,7 @@ from minitrain.data.sources import train_and_held_out
 from minitrain.data.tokenizer import Tokenizer, encode_after, fitting_tokenizer
 from minitrain.data.toys import load_toy
 from minitrain.errors import InputError, located
-from minitrain.grpo.batches import Problem
+from minitrain.grpo.responses import Problem
 from minitrain.hashing import nth
 from minitrain.models.decoder_config import DecoderConfig, find_ends
 from minitrain.settings import Config
@@ -65,44 +66,64 @@ def open_problems(config: Config) -> tuple[Problems, Problems | None, Tokenizer,
         return trained[0], held[0], *trained[2:]
     tokenizer = fitting_tokenizer(data.tokenizer, config.model.config.vocab_size)
     template = choose_template(data.template, tokenizer)
-    made_up = data.kind == "mock"
     skips = Skips(data.on_error == "skip")
-
-    # environments make what they need of a line; warming up takes questions with answers
-    free = bool(config.grpo.environment) and not config.grpo.warmup_steps
-
-    def read(row: dict) -> Problem:
-        if free:
-            return Problem([], [], "", row)
-        messages, answer = read_problem(row, config.grpo.prompt_key, config.grpo.answer_key)
-        problem = encode_problem(messages, answer, row, template, tokenizer)
-        check_length(problem, config)
-        return problem
-
+    made_up = data.kind == "mock"
     if made_up:
-        digits = config.grpo.mock_digits
-        with located(f"grpo.mock_digits={digits}"):
-            generated = load_toy("reversal")(digits)
-            problems = [encode_problem(*each, template, tokenizer) for each in generated]
-            check_length(problems[0], config)
+        problems = make_problems(config, template, tokenizer)
     else:
-        problems = list(read_records(find_files(data), read, skips))
+        problems = list(read_problems(config, template, tokenizer, skips))
     if not problems:
         raise InputError(f"data.path={data.path} holds no problem{skips.aside}")
-    # random weights have never seen an end of their own
-    shape = config.model.config if config.model.path else DecoderConfig()
-    end = problems[0].reply[-1] if problems[0].reply else end_of_reply(template, tokenizer)
-    if end is None:
-        raise InputError(
-            f"{template.name} does not show where a reply ends (use data.template=llama3, chatml or plain)"
-        )
-    ends = find_ends(shape, end, tokenizer.eos_id)
+    ends = end_tokens(config, problems[0], template, tokenizer)
     share = data.validation or (0.1 if made_up else 0)
     if not share:
         return Problems(problems, config.seed, skips.aside), None, tokenizer, ends
     sides = split_by_prompt(problems, share, config.seed)
     train, held = (Problems(side, config.seed, skips.aside) for side in sides)
     return train, held, tokenizer, ends
+
+
+def make_problems(config: Config, template: ChatTemplate, tokenizer: Tokenizer) -> list[Problem]:
+    """Return the problems of the toy world: digits to be reversed."""
+    digits = config.grpo.mock_digits
+    with located(f"grpo.mock_digits={digits}"):
+        generated = load_toy("reversal")(digits)
+        problems = [encode_problem(*each, template, tokenizer) for each in generated]
+        check_length(problems[0], config)
+    return problems
+
+
+def read_problems(
+    config: Config, template: ChatTemplate, tokenizer: Tokenizer, skips: Skips
+) -> Iterator[Problem]:
+    """Yield the problems of all lines of all files, in order."""
+    grpo = config.grpo
+    # environments make what they need of a line; warming up takes questions with answers
+    free = bool(grpo.environment) and not grpo.warmup_steps
+
+    def read(row: dict) -> Problem:
+        if free:
+            return Problem([], [], "", row)
+        messages, answer = read_problem(row, grpo.prompt_key, grpo.answer_key)
+        problem = encode_problem(messages, answer, row, template, tokenizer)
+        check_length(problem, config)
+        return problem
+
+    return read_records(find_files(config.data), read, skips)
+
+
+def end_tokens(
+    config: Config, problem: Problem, template: ChatTemplate, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """Return the tokens that end a response, the one that ends a problem's right reply first."""
+    end = problem.reply[-1] if problem.reply else end_of_reply(template, tokenizer)
+    if end is None:
+        raise InputError(
+            f"{template.name} does not show where a reply ends (use data.template=llama3, chatml or plain)"
+        )
+    # random weights have never seen an end of their own
+    shape = config.model.config if config.model.path else DecoderConfig()
+    return find_ends(shape, end, tokenizer.eos_id)
 
 
 def split_by_prompt(

@@ -20,10 +20,11 @@ from minitrain.data.datasets import with_steps
 from minitrain.data.tokenizer import Tokenizer
 from minitrain.errors import InputError
 from minitrain.formats.hf import load_pretrained
-from minitrain.grpo.environments import Talk, load_environment
+from minitrain.grpo.environments import EnvironmentFactory, load_environment
 from minitrain.grpo.policy_loop import PolicyLoop, Ranks
+from minitrain.grpo.responses import Group
 from minitrain.grpo.rewards import keeps_state, load_reward, reward_state
-from minitrain.grpo.rollouts import Group, sampling_settings
+from minitrain.grpo.rollouts import sampling_settings
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import routing_width
 from minitrain.parallel.agreement import gather, lead, together, wait_for_all
@@ -60,7 +61,7 @@ class PolicyData(NamedTuple):
     # tokens that end a response
     ends: tuple[int, ...]
     # None without grpo.environment
-    talk: Talk | None
+    environments: EnvironmentFactory | None
     # a line on how often training goes over the problems
     amount: str
 
@@ -75,11 +76,14 @@ def open_policy_data(config: Config) -> PolicyData:
     make = config.grpo.environment and load_environment(config.grpo.environment)
     problems, held_out, tokenizer, ends = open_problems(config)
     template = choose_template(config.data.template, tokenizer)
-    talk = Talk(make, partial(ChatDialog, template, tokenizer)) if make else None
+    dialog = partial(ChatDialog, template, tokenizer)
+    environments = EnvironmentFactory(make, dialog) if make else None
     prompts = config.grpo.prompts
     with_number = with_steps(config, len(problems), prompts)
     line = amount(config, with_number.steps, len(problems), prompts, "problem")
-    return PolicyData(with_number, reward, problems, held_out, tokenizer, ends, talk, line)
+    return PolicyData(
+        with_number, reward, problems, held_out, tokenizer, ends, environments, line
+    )
 
 
 class GrpoTask:
@@ -123,7 +127,7 @@ class GrpoTask:
             reward=self.reward,
             fill=fill_weights,
             record=self.record,
-            talk=opened.talk,
+            environments=opened.environments,
             draft=self.load_draft(ranks, meshes.batch.device_type),
         )
         self.policy = self.loop.policy

@@ -8,8 +8,7 @@ from pathlib import Path
 from torch.distributed import ProcessGroup
 
 from minitrain.errors import InputError
-from minitrain.grpo.batches import Response
-from minitrain.grpo.rollouts import Group
+from minitrain.grpo.responses import Group, Response
 from minitrain.parallel.agreement import gather_to_first
 from minitrain.run.checkpoint.durable import write_durably
 
