@@ -156,8 +156,7 @@ class Optim:
     # sgd has no momentum; muon updates the matrices in blocks, and AdamW the rest
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     lr: float = number(3e-4, 0)  # the highest learning rate of the schedule
-    # decay rates of AdamW's moments
-    betas: list[float] = setting(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = setting(default_factory=lambda: [0.9, 0.95])  # decay of AdamW's moments
     eps: float = 1e-8  # term that AdamW adds to the denominator
     weight_decay: float = number(0.1, 0)  # decoupled decay of matrices, scaled by lr
     clip: float | None = 1.0  # largest norm of the gradient; null: no limit
@@ -480,8 +479,9 @@ class Config:
     # 0: its layers stay as they are
     mtp_weight: float = number(0.1, 0, 1000)
     compile: bool = False  # compile the model with torch.compile, block by block
-    # which activations are recomputed, n: every n-th block's, or offloaded (parallel/recompute.py)
-    recompute: Literal["none", "full", "attention", "selective", "offload"] | int = "none"
+    recompute: (  # what blocks recompute, n: every n-th all, or offload (parallel/recompute.py)
+        Literal["none", "full", "attention", "selective", "offload", "full-offload"] | int
+    ) = "none"
     validation: Validation = setting(default_factory=Validation)
     checkpoint: Checkpoint = setting(default_factory=Checkpoint)
     metrics: Metrics = setting(default_factory=Metrics)

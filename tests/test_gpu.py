@@ -137,9 +137,11 @@ def test_training_equals_that_on_the_cpu(changes, tolerance):
 def test_offload_changes_no_bit(monkeypatch, changes):
     """Of activations with SGD, and of AdamW's states with its update on the CPU, which may round otherwise."""
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 1 << 10)
-    plain = updates("cuda", deterministic=True, **changes)
-    moved = updates("cuda", deterministic=True, recompute="offload", **changes)
-    assert all(torch.equal(moved[name], plain[name]) for name in plain)
+    for way in ("offload", "full-offload"):
+        moved = updates("cuda", deterministic=True, recompute=way, **changes)
+        alike = "none" if way == "offload" else "full"
+        right = updates("cuda", deterministic=True, recompute=alike, **changes)
+        assert all(torch.equal(moved[name], right[name]) for name in right)
     one, other = (
         updates("cuda", deterministic=True, optim={"lr": 0.01, "offload": on}, **changes)
         for on in (True, False)

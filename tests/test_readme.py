@@ -285,7 +285,7 @@ def test_models_are_those_of_the_zoo():
             r"`([a-z][\w.-]+)`", TEXTS[ROOT / "minitrain/models/README.md"].split("## To add")[0]
         )
     )
-    assert said == Counter(name for name in (ZOO | WAN) if not name.endswith("-tiny"))
+    assert said == Counter(list(ZOO | WAN))
 
 
 def test_seconds_and_shares_agree_between_documents():

@@ -38,6 +38,8 @@ TIME = {
     "grouped": "expert products",
     "attention": "attention",
     "memory": "memory-bound kernels",
+    "host update": "update on the host",
+    "exposed copies": "exposed copies from and to the host",
     "exposed communication": "exposed communication",
     "bubble": "bubble",
     "tail": "not overlapped at the end",

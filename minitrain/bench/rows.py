@@ -15,8 +15,9 @@ from minitrain.run.config.recipes import CONFIGS
 from minitrain.settings import Config
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
-# folders of configs, in the order of the tables. Rows of the last three (runs in MXFP8, one-GPU runs
-# by others, and a user's own) are compared, but left out of all statistics: see `is_published`
+# folders of configs, in the order of the tables. Rows of the last four (runs in MXFP8, with and without
+# offload, one-GPU runs by others, and a user's own) are compared, but left out of all statistics: see
+# `is_published`
 TABLES = (
     "automodel",
     "nemo/h100",
@@ -25,6 +26,7 @@ TABLES = (
     "rl",
     "dfm",
     "megatron-bridge",
+    "prime-rl",
     "one-gpu",
     "own",
 )
@@ -36,6 +38,7 @@ SOURCES = {
     "NeMo RL": "https://docs.nvidia.com/nemo/rl/latest/about/performance-summary.html",
     "NeMo DFM": "https://github.com/NVIDIA-NeMo/DFM",
     "Megatron-Bridge": "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance-summary.md",
+    "prime-rl": "https://github.com/PrimeIntellect-ai/prime-rl/blob/main/benchmarks/results/BENCHMARKS.md",
     "Surogate": "https://github.com/invergent-ai/surogate/blob/main/docs/reference/benchmarks.md",
 }
 

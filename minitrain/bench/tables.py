@@ -235,6 +235,8 @@ def details(result: dict) -> str:
         seconds,
         f"GiB: {amounts(result['memory_gib'])}, of {result['capacity_gib']:.4g}",
     ]
+    if on_host := result.get("host_activations_gib"):
+        lines[-1] += f"; {on_host:.3g} of activations on the host"
     return "\n".join(lines)
 
 

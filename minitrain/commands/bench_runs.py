@@ -111,9 +111,7 @@ def run_measured(row: str, config: Config, options: Namespace) -> dict:
     config = placed(config, world_size(), describe(pick_device(config.device))["device"])
     if config.task == "grpo":
         return measure_policy(config, row, *length)
-    # the trace does not move activations to the host
-    traced = config.task == "diffusion" and config.recompute != "offload"
-    estimate = announce_memory(row, config) if traced else {}
+    estimate = announce_memory(row, config) if config.task == "diffusion" else {}
     return measure(config, row, start(config), *length, options.profile, options.trace) | estimate
 
 

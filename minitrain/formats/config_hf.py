@@ -67,6 +67,7 @@ NOT_KEPT = {
     "quantization_config",
     "auto_map",
     "transformers_version",
+    "layer_pattern",
     DEPTHS,
     "mtp_hybrid_override_pattern",
     "mtp_layers_block_type",
@@ -140,7 +141,8 @@ def not_trained_with(config: DecoderConfig) -> list[str]:
     extra = config.extra_config
     family = FAMILIES[config.family]
     found = {key: extra[key] for key in family.noise if extra.get(key)}
-    if family.balances and extra.get("output_router_logits") and not config.router_aux_loss_coef:
+    balanced = family.balances and config.num_experts and extra.get("output_router_logits")
+    if balanced and not config.router_aux_loss_coef:
         found["router_aux_loss_coef"] = extra.get("router_aux_loss_coef", 0.001)
     return [f"{key}={value}" for key, value in found.items()]
 

@@ -1,12 +1,12 @@
 """Describe the config.json and the tensors of each family of language models on the hub."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minitrain.errors import InputError
-from minitrain.formats import deepseek_v3, gpt2, nemotron_h
+from minitrain.formats import deepseek_v3, gpt2, granite, nemotron_h
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
@@ -38,6 +38,16 @@ SIZES = _keys(
     "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings",
     num_layers="num_hidden_layers",
 )
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """How files stack the matrices of all experts."""
+
+    # [experts, in, out], else as ours [experts, out, in]
+    transposed: bool = False
+    # gate's rows and up's take turns as in ours, else all of gate's come first
+    alternating: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,17 +115,18 @@ class Family:
     renamed: dict | Callable[[str, int], str] = field(default_factory=dict)
     # full_name(key): return the name that transformers gives a tensor, where other files shorten it
     full_name: Callable[[str], str] = lambda key: key
-    # place(name, shape): return the stored tensor that holds a parameter, its shape, where the
-    # parameter begins in it, and whether it is transposed. None: see layouts_hf.pieces
-    place: Callable[[str, tuple], tuple] | None = None
-    # to_stored(tensors): yield the stored tensors of all parameters. None: see layouts_hf.to_stored
-    to_stored: Callable[[Iterable], Iterator] | None = None
+    # Linears of a module that are stored as one, in the order of their rows
+    fused: tuple[str, ...] = ()
+    # transposed(name): return whether a parameter is stored as [in, out]
+    transposed: Callable[[str], bool] = lambda name: False
+    # True: all parameters are stored as they are
+    as_ours: bool = False
     # parts of our names that may also appear unchanged in files
     also_ours: tuple = ()
     # names of an expert's matrices: ours -> stored
     expert_matrices: dict = field(default_factory=dict)
-    # True: experts are stored as transposed stacks, with the rows of gate and up alternating as ours do
-    stacked: bool = False
+    # None: every expert has matrices of its own
+    stacks: Stacks | None = None
     # pattern of stored tensors to skip
     ignored: str = ""
     # depth_of(key, layers): return the depth of multi-token prediction, 0, 1, ..., that a stored
@@ -142,6 +153,12 @@ class Family:
     def key(self, name: str) -> str:
         """Return this family's key for the one that most families call `name`."""
         return self.keys.get(name, name)
+
+    def fused_part(self, name: str) -> tuple[int, int]:
+        """Return which part of a stored tensor our parameter is, and of how many: (0, 1) of its own."""
+        *_, module, _ = ("", "", *name.split("."))
+        in_one = module in self.fused
+        return (self.fused.index(module), len(self.fused)) if in_one else (0, 1)
 
     def stored_name(self, name: str, layers: int) -> str:
         """Return the stored name of our parameter. For experts see layouts_hf.py.
@@ -335,7 +352,7 @@ FAMILIES = {
         quantized="mxfp4",
         balances=True,
         renamed={".mlp.gate.": ".mlp.router."},
-        stacked=True,
+        stacks=Stacks(transposed=True, alternating=True),
     ),
     "nemotron": Family(
         "NemotronForCausalLM",
@@ -378,6 +395,33 @@ FAMILIES = {
         renamed=nemotron_h.stored_name,
         depth_of=nemotron_h.depth_of,
     ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        NO_BIAS,
+        fields=_keys(" ".join(granite.MULTIPLIERS)),
+        can_classify=False,
+        defaults=granite.with_multipliers,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        dict(attention_bias=False, mamba_conv_bias=True, mamba_proj_bias=False),
+        fields=_keys(
+            " ".join((*granite.MULTIPLIERS, "num_experts_per_tok layer_pattern")),
+            num_experts="num_local_experts",
+            moe_intermediate_size="intermediate_size",
+            shared_expert_intermediate_size="shared_intermediate_size",
+            **granite.MAMBA,
+        ),
+        balances=True,
+        can_classify=False,
+        defaults=granite.with_pattern,
+        read=granite.read,
+        write=granite.write,
+        needed=lambda config: (),
+        renamed=granite.RENAMED,
+        fused=("gate_proj", "up_proj"),
+        stacks=Stacks(),
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         dict(
@@ -399,16 +443,12 @@ FAMILIES = {
         defaults=gpt2.with_defaults,
         write=gpt2.write,
         full_name=gpt2.full_name,
-        place=gpt2.place,
-        to_stored=gpt2.to_stored,
+        renamed=gpt2.RENAMED,
+        fused=("q_proj", "k_proj", "v_proj"),
+        transposed=gpt2.is_transposed,
         # these tensors are masks
         ignored=r".*\.attn\.(masked_)?bias",
     ),
     # config_own.py reads and writes its config.json; all parameters are stored as they are
-    OWN: replace(
-        PLAIN,
-        place=lambda name, shape: (name, shape, (), False),
-        to_stored=iter,
-        depth_of=deepseek_v3.depth_of,
-    ),
+    OWN: replace(PLAIN, as_ours=True, depth_of=deepseek_v3.depth_of),
 }

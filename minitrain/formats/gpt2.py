@@ -5,12 +5,6 @@ keys and tensors have other names, weights of linear layers are stored transpose
 q, k and v are one linear layer.
 """
 
-import re
-from collections.abc import Iterable, Iterator
-
-import torch
-from torch import Tensor
-
 from minitrain.models.decoder_config import DecoderConfig
 
 # keys of config.json: Llama's -> GPT-2's
@@ -24,20 +18,20 @@ KEYS = {
 }
 # keys of config.json; their default is 0.1
 DROPOUTS = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
-# modules that are stored as one
-FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# names of modules: ours -> GPT-2's
-NAMES = {
-    "model.embed_tokens": "transformer.wte",
-    "model.embed_positions": "transformer.wpe",
-    "model.norm": "transformer.ln_f",
-    "model.layers": "transformer.h",
-    "input_layernorm": "ln_1",
-    **dict.fromkeys(FUSED, "attn.c_attn"),
-    "self_attn.o_proj": "attn.c_proj",
-    "post_attention_layernorm": "ln_2",
-    "mlp.up_proj": "mlp.c_fc",
-    "mlp.down_proj": "mlp.c_proj",
+# names of modules: ours -> GPT-2's; q, k and v are stored as one
+RENAMED = {
+    "model.embed_tokens.": "transformer.wte.",
+    "model.embed_positions.": "transformer.wpe.",
+    "model.norm.": "transformer.ln_f.",
+    "model.layers.": "transformer.h.",
+    ".input_layernorm.": ".ln_1.",
+    ".self_attn.q_proj.": ".attn.c_attn.",
+    ".self_attn.k_proj.": ".attn.c_attn.",
+    ".self_attn.v_proj.": ".attn.c_attn.",
+    ".self_attn.o_proj.": ".attn.c_proj.",
+    ".post_attention_layernorm.": ".ln_2.",
+    ".mlp.up_proj.": ".mlp.c_fc.",
+    ".mlp.down_proj.": ".mlp.c_proj.",
 }
 
 
@@ -65,40 +59,5 @@ def full_name(key: str) -> str:
     return key if key.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{key}"
 
 
-def stored_name(name: str) -> str:
-    """Return the stored tensor that holds our parameter; q, k and v are in the same one."""
-    for ours, theirs in NAMES.items():
-        name = re.sub(rf"(^|\.){re.escape(ours)}\.", rf"\1{theirs}.", name)
-    return name
-
-
-def fused_part(name: str) -> int | None:
-    """Return 0, 1 or 2 for q, k and v, otherwise None."""
-    return next((i for i, module in enumerate(FUSED) if f".{module}." in name), None)
-
-
 def is_transposed(name: str) -> bool:
     return name.endswith("_proj.weight")
-
-
-def place(name: str, shape: tuple) -> tuple[str, tuple, tuple, bool]:
-    """Return where our parameter is stored, see `Family.place`. The shape is that before transposing."""
-    part = fused_part(name)
-    rows, *columns = shape
-    stored = shape if part is None else (len(FUSED) * rows, *columns)
-    return stored_name(name), stored, ((part or 0) * rows,), is_transposed(name)
-
-
-def to_stored(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors of our named parameters; q, k and v once all three have come."""
-    waiting = {}
-    for name, tensor in tensors:
-        stored = stored_name(name)
-        part = fused_part(name)
-        if part is not None:
-            parts = waiting.setdefault(stored, {})
-            parts[part] = tensor
-            if len(parts) < len(FUSED):
-                continue
-            tensor = torch.cat([parts[i] for i in range(len(FUSED))])
-        yield stored, tensor.T if is_transposed(name) else tensor

@@ -38,13 +38,13 @@ from minitrain.formats.layouts_hf import (
     TIED_HEAD,
     Config,
     Piece,
+    all_to_stored,
     copies,
     fill,
     fill_frozen,
     held_depths,
     is_ignored,
     pieces,
-    to_stored,
     write_fp8,
 )
 from minitrain.formats.magic import ADAPTER_CONFIG
@@ -406,10 +406,7 @@ def _form_of_decoder(config: DecoderConfig, dtype: torch.dtype) -> Form:
     if config.generation_config:
         files[GENERATION] = config.generation_config
 
-    def one_by_one(tensors: Named) -> Named:
-        return (pair for name, tensor in tensors for pair in to_stored(name, tensor, config))
-
-    return Form(files, STEMS[0], FAMILIES[config.family].to_stored or one_by_one)
+    return Form(files, STEMS[0], partial(all_to_stored, config=config))
 
 
 def check_free_of_adapters(path: str | Path) -> None:

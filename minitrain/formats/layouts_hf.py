@@ -12,7 +12,7 @@ unquantized or in FP8: one parameter becomes one or several stored tensors.
 """  # noqa: E501
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count, zip_longest
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.formats.families import FAMILIES, PLAIN
+from minitrain.formats.families import FAMILIES, PLAIN, Stacks
 from minitrain.formats.tensor_files import (
     FLOATS,
     StoredTensor,
@@ -81,9 +81,8 @@ def full(shape: Shape) -> Slices:
 def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piece]:
     """Return the pieces that make up the parameter `name`."""
     family = FAMILIES.get(config.family, PLAIN)
-    if family.place:
-        key, whole, starts, transposed = family.place(name, shape)
-        return [stored_part(key, whole, full(shape), starts, transposed)]
+    if family.as_ours:
+        return [stored_part(name, shape, full(shape))]
     prefix, _, last = name.rpartition(".experts.")
     if not prefix:
         key = family.stored_name(name, config.num_layers)
@@ -94,6 +93,12 @@ def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piec
                 stored_part(key, shape, (slice(ours, ours + n), *full(shape[1:])), (theirs,))
                 for ours, theirs, n in config.mamba.rows(parts)
             ]
+        part, count = family.fused_part(name)
+        if count > 1 or family.transposed(name):
+            rows, *columns = shape
+            whole = (count * rows, *columns)
+            starts, transposed = (part * rows,), family.transposed(name)
+            return [stored_part(key, whole, full(shape), starts, transposed)]
         return [matrix(key, shape, full(shape), stored)]
     if last.endswith("_bias"):
         return [matrix(name, shape, full(shape), stored)]
@@ -103,8 +108,6 @@ def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piec
         whole = (slice(expert, expert + 1), *full((rows, columns)))
         if name + "_blocks" in stored:
             found.append(mxfp4_expert(name, shape, whole))
-        elif family.stacked:
-            found.append(stored_part(name, shape, whole, (expert,), transposed=True))
         else:
             found += expert_pieces(name, shape, expert, config, stored)
     return found
@@ -115,16 +118,21 @@ def expert_pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of one expert in a stack: gate's rows and up's take turns in ours.
 
-    On the hub every expert has matrices of its own. transformers 5 has stacks too, where gate's
-    rows come first, and saves them with save_original_format=False.
+    On the hub every expert has matrices of its own, or the family has `stacks`. transformers 5 has
+    stacks too, where gate's rows come first, and saves them with save_original_format=False.
     """
     _, rows, columns = shape
+    family = FAMILIES.get(config.family, PLAIN)
+    stacks = family.stacks or (Stacks() if name in stored else None)
     parts = expert_parts(name.rpartition(".")[2])
+    if stacks and stacks.alternating:
+        parts = parts[:1]
     size = rows // len(parts)
     for i, part in enumerate(parts):
         region = (slice(expert, expert + 1), slice(i, rows, len(parts)), slice(0, columns))
-        if name in stored:
-            yield stored_part(name, shape, region, (expert, i * size))
+        if stacks:
+            key = family.stored_name(name, config.num_layers) if family.stacks else name
+            yield stored_part(key, shape, region, (expert, i * size), stacks.transposed)
         else:
             yield matrix(expert_key(name, config, expert, part), (size, columns), region, stored)
 
@@ -153,20 +161,44 @@ def expert_key(name: str, config: Config, expert: int, part: str) -> str:
     return family.stored_name(ours, config.num_layers)
 
 
+def all_to_stored(
+    tensors: Iterable[tuple[str, Tensor]], config: DecoderConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stored tensors of our named parameters; those that are parts of one once all have come."""
+    family = FAMILIES[config.family]
+    waiting = {}
+    for name, tensor in tensors:
+        part, count = family.fused_part(name)
+        if count > 1 and ".experts." not in name:
+            parts = waiting.setdefault(family.stored_name(name, config.num_layers), {})
+            parts[part] = tensor
+            if len(parts) < count:
+                continue
+            tensor = torch.cat([parts.pop(i) for i in range(count)])
+        yield from to_stored(name, tensor, config)
+
+
 def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors of a whole parameter. Not for a family that has its own `to_stored`."""
+    """Yield the stored tensors of a whole parameter, or of all those that are stored as one."""
     prefix, _, last = name.rpartition(".experts.")
     family = FAMILIES[config.family]
-    if parts := mamba_parts(name, config):
+    if family.as_ours:
+        yield name, tensor
+    elif parts := mamba_parts(name, config):
         key = family.stored_name(name, config.num_layers)
         yield key, by_part(tensor, parts, config.mamba.groups)
     elif not prefix:
-        yield family.stored_name(name, config.num_layers), tensor
+        stored = tensor.T if family.transposed(name) else tensor
+        yield family.stored_name(name, config.num_layers), stored
         for copy in (key for key, ours in copies(config).items() if ours == name):
             # a file's tensors must not share memory
             yield copy, tensor.clone()
-    elif family.stacked:
-        yield name, tensor if last.endswith("_bias") else tensor.transpose(1, 2)
+    elif family.stacks:
+        if last == "gate_up_proj" and not family.stacks.alternating:
+            tensor = torch.cat([tensor[:, 0::2], tensor[:, 1::2]], dim=1)
+        swapped = family.stacks.transposed and not last.endswith("_bias")
+        stored = tensor.transpose(1, 2) if swapped else tensor
+        yield family.stored_name(name, config.num_layers), stored
     else:
         parts = expert_parts(last)
         for expert, weights in enumerate(tensor):

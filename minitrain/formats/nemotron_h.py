@@ -51,7 +51,7 @@ def with_pattern(raw: dict) -> dict:
     pattern = raw.get("hybrid_override_pattern")
     layers = raw.get("layers_block_type")
     if layers is not None:
-        pattern = _letters("layers_block_type", layers)
+        pattern = letters_of("layers_block_type", layers)
     if not isinstance(pattern, str) or not pattern:
         raise InputError("key hybrid_override_pattern or layers_block_type is missing or empty")
     absent = dict(head_dim=HEAD_DIM) | ({} if "E" in pattern else NO_EXPERTS)
@@ -59,14 +59,13 @@ def with_pattern(raw: dict) -> dict:
     return absent | raw | known
 
 
-def _letters(key: str, layers: Any) -> str:
+def letters_of(key: str, layers: Any, known: dict[str, str] = LETTERS) -> str:
     """Return the letters of a list of names. key: of the list, for messages. Raises InputError."""
     letters = ""
     for layer in layers if isinstance(layers, list) else [layers]:
-        if not isinstance(layer, str) or layer not in LETTERS:
-            known = ", ".join(LETTERS)
-            raise InputError(f"{key} has {layer!r}, which is none of {known}")
-        letters += LETTERS[layer]
+        if not isinstance(layer, str) or layer not in known:
+            raise InputError(f"{key} has {layer!r}, which is none of {', '.join(known)}")
+        letters += known[layer]
     return letters
 
 
@@ -83,7 +82,7 @@ def read(raw: dict) -> dict:
     if raw.get(DEPTHS):
         names = raw.get("mtp_layers_block_type")
         pattern = (
-            raw.get(MTP_PATTERN) if names is None else _letters("mtp_layers_block_type", names)
+            raw.get(MTP_PATTERN) if names is None else letters_of("mtp_layers_block_type", names)
         )
         known = _mtp_pattern(raw["hybrid_override_pattern"])
         if pattern != known:
@@ -110,7 +109,11 @@ def _least_dt(raw: dict) -> float:
         key = "mamba_dt_min" if "mamba_dt_min" in raw else "time_step_min"
         least = read_number(raw, key, float, 0.001)
         return 0.0 if least == LEAST_DT else least
-    key = "mamba_dt_limit" if "mamba_dt_limit" in raw else "time_step_limit"
+    return bounded_dt(raw, "mamba_dt_limit" if "mamba_dt_limit" in raw else "time_step_limit")
+
+
+def bounded_dt(raw: dict, key: str) -> float:
+    """Return the lower bound of dt under a key. Raises InputError for an upper bound."""
     limit = raw.get(key, [0.0, math.inf])
     if not isinstance(limit, list) or len(limit) != 2 or limit[1] not in ENDLESS:
         raise InputError(f"{key}={limit!r} is not supported (must be [a number, Infinity])")

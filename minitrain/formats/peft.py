@@ -77,6 +77,14 @@ UNREADABLE = {
     "deepseek_v3": ("down_proj", "gate_proj", "up_proj"),
     # PEFT refuses this one, because Mamba's kernels read its weight without calling the module
     "nemotron_h": ("out_proj",),
+    # transformers has gate and up as one Linear, and other names in layers with experts
+    "granitemoehybrid": (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    ),
 }
 # a classifier's head is in the file as a whole; PEFT saves it under either name
 HEAD = PREFIX + SCORE

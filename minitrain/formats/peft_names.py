@@ -97,5 +97,5 @@ def from_peft(name: str, tensor: Tensor, shape: torch.Size, config: Config) -> T
 
 def _is_separated(name: str, config: Config) -> bool:
     """Return True if PEFT has all gate rows before all up rows, as for all families but GPT-OSS."""
-    family = FAMILIES.get(config.family, PLAIN)
-    return not family.stacked and "gate_up_proj" in name
+    stacks = FAMILIES.get(config.family, PLAIN).stacks
+    return "gate_up_proj" in name and not (stacks and stacks.alternating)

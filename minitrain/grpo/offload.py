@@ -13,9 +13,9 @@ after them.
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, UntypedStorage
 
-from minitrain.parallel.activation_offload import bytes_of
 from minitrain.parallel.shards import copy_to_host, to_local
 
 Tensors = Callable[[], Iterable[Tensor]]
@@ -48,6 +48,11 @@ class Memory:
             storage.resize_(size)
             if copy is not None:
                 bytes_of(storage).copy_(copy, non_blocking=True)
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """Return all bytes of a storage as a tensor, uint8 [bytes], of the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

@@ -245,7 +245,7 @@ class PolicyLoop:
         if apart:
             trained = dist.barrier(self.everyone, async_op=True)
             with self.phase("generation"):
-                self.worker.fly(trained.is_completed)
+                self.worker.decode_until(trained.is_completed)
             trained.wait()
         return {}
 

@@ -22,7 +22,7 @@ from minitrain.parallel.context import local_tokens
 from minitrain.parallel.mesh import Meshes
 from minitrain.parallel.shards import full_tensor, local_shard, to_local
 from minitrain.settings import Config
-from minitrain.training.adamw import random_bits, round_stochastically
+from minitrain.training.adamw import random_bits, round_stochastically, states_on_device
 from minitrain.training.build import build_model
 from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.log_probs import label_log_probs
@@ -148,12 +148,9 @@ class PolicyTrainer:
     def states(self) -> list[Tensor]:
         """Return the optimizer's state tensors [...], but for step counts, which are scalars.
 
-        There are none to move where optim.offload keeps them on the host.
+        Those that optim.offload keeps on the host are left out.
         """
-        if self.config.optim.offload:
-            return []
-        states = chain(*(state.values() for state in self.trainer.optimizer.state.values()))
-        return [state for state in states if isinstance(state, Tensor) and state.ndim]
+        return [state for state in states_on_device(self.trainer.optimizer) if state.ndim]
 
     def reference_weights(self) -> list[Tensor]:
         """Return the parameters of the reference and the teacher, each [...], where they are models."""

@@ -196,7 +196,7 @@ class RolloutWorker:
                 vars(sample).update(drawn)
         self.sampler.go_on([sample for sample in paused if not sample.ended])
 
-    def fly(self, done: Callable[[], bool]) -> None:
+    def decode_until(self, done: Callable[[], bool]) -> None:
         """Sample what has begun until done(), or until all has ended."""
         with self.sampler.weights.in_use():
             while self.busy:

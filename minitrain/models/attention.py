@@ -211,6 +211,7 @@ class GroupedQueryAttention(nn.Module):
         heads = config.num_attention_heads
         kv_heads = config.num_key_value_heads
         self.head_dim = head_dim
+        self.query_factor = config.query_factor(head_dim)
         # exchange points: keys and values of context-parallel ranks; tokens of tensor-parallel ones
         self.attend = attention
         self.gather = self.reduce = identity
@@ -243,6 +244,8 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = projected if self.normalizes_over_heads else (x.view(split) for x in projected)
         # over the last dimension
         q = self.q_norm(q).view(split)
+        if self.query_factor != 1:
+            q = q * self.query_factor
         k = self.k_norm(k).view(split)
         v = v.view(split)
         if rotary is not None:

@@ -53,6 +53,7 @@ class Block(nn.Module):
         # whether its attention has a window, and rotary embeddings
         self.windowed = config.windowed(layer)
         self.rotates = config.rotates(layer)
+        self.residual_multiplier = config.residual_multiplier
 
         def norm(position: str) -> nn.Module:
             if config.norm_position != position:
@@ -95,15 +96,19 @@ class Block(nn.Module):
         """
         if self.self_attn is not None:
             mixed = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
-            x = x + self.mixer_output_norm(mixed)
+            x = self.add(x, self.mixer_output_norm(mixed))
         if self.mamba is not None:
             mixed = self.mamba(self.input_layernorm(x), document_ids, cache)
-            x = x + self.mixer_output_norm(mixed)
+            x = self.add(x, self.mixer_output_norm(mixed))
         if self.mlp is None or (cache is not None and cache.output_unused):
             return x
         normed = self.post_attention_layernorm(x)
         inputs = (document_ids, cache) if isinstance(self.mlp, MoE) else ()
-        return x + self.mlp_output_norm(self.mlp(normed, *inputs))
+        return self.add(x, self.mlp_output_norm(self.mlp(normed, *inputs)))
+
+    def add(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the residual stream with the output of a mixer or MLP, [batch, seq, hidden] each."""
+        return torch.add(x, output, alpha=self.residual_multiplier)
 
 
 class MTPBlock(MTPMixin, Block):
@@ -191,7 +196,7 @@ class Decoder(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)[None]
         if self.first:
             # [batch, seq, hidden]
-            x = self.model.embed_tokens(x)
+            x = self.embed(x)
             if self.config.position_embedding == "learned":
                 x = x + self.model.embed_positions(positions)
         run = self._runner(positions, document_ids, cache)
@@ -200,14 +205,14 @@ class Decoder(nn.Module):
                 x = run(number, x)
         if not self.last:
             return x
-        x = self.model.norm(x)
+        x = self.scale_logits(self.model.norm(x))
         # [batch, seq, hidden]; tensor parallelism gathers seq
         hidden = self.gather(x)
         weight = self.head_weight
         result = F.linear(hidden, weight) if head is None else head(hidden, weight, labels)
         for depth in range(self.config.num_nextn_predict_layers) if mtp is not None else ():
-            embedded = self.model.embed_tokens(next_tokens[..., depth])
-            x = run(str(self.config.num_layers + depth), x, embedded)
+            embedded = self.embed(next_tokens[..., depth])
+            x = self.scale_logits(run(str(self.config.num_layers + depth), x, embedded))
             result = result + mtp(depth, self.gather(x), weight)
         return result
 
@@ -232,7 +237,20 @@ class Decoder(nn.Module):
             positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         run = self._runner(positions, document_ids, cache)
         number = str(self.config.num_layers + depth)
-        return self.gather(run(number, self.split(hidden), self.model.embed_tokens(tokens)))
+        x = run(number, self.split(hidden), self.embed(tokens))
+        return self.gather(self.scale_logits(x))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return tokens' embeddings, [batch, seq, hidden]. tokens: int [batch, seq]."""
+        x = self.model.embed_tokens(tokens)
+        multiplier = self.config.embedding_multiplier
+        # rounded to the type of embeddings first, as Gemma was trained
+        return x if multiplier == 1 else x * x.new_full((), multiplier)
+
+    def scale_logits(self, hidden: Tensor) -> Tensor:
+        """Return what the head gets, [batch, seq, hidden]: logits are divided where x is narrow."""
+        scaling = self.config.logits_scaling
+        return hidden if scaling == 1 else hidden / scaling
 
     def _runner(
         self, positions: Tensor, document_ids: Tensor | None, cache

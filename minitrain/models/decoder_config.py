@@ -35,6 +35,8 @@ LAYER_PARTS = {
     "E": (None, "moe"),
     "-": (None, "mlp"),
 }
+# the mixer of a layer that has an MLP too, or experts, by its letter
+MIXERS = {"m": "mamba", "a": "attention"}
 
 # The largest sizes: above those of any model, and below those that overflow or take minutes to
 # allocate. A config.json may be wrong or hostile, and the model is built before weights are read.
@@ -129,6 +131,9 @@ class DecoderConfig:
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of initial weights
     scaled_residual_init: bool = False  # of what writes into the residual stream: / sqrt(writers)
+    embedding_multiplier: float = 1.0  # of tokens' embeddings
+    residual_multiplier: float = 1.0  # of what a mixer or MLP adds to the residual stream
+    logits_scaling: float = 1.0  # logits are divided by it
     num_nextn_predict_layers: int = 0  # depths of multi-token prediction, see models/mtp.py
     # above 0: a classifier with so many outputs at a text's last token, or a reward model with one;
     # its head is `score`, in place of the vocabulary's
@@ -143,6 +148,7 @@ class DecoderConfig:
     o_bias: bool = False  # attention's output has a bias
     qk_norm: bool = False  # queries and keys are normalized, head by head
     qk_norm_over_heads: bool = False  # with qk_norm: all heads of a token together
+    attention_multiplier: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
     sinks: bool = False  # a learned term in each head's softmax
     sliding_window: int = 0  # how many keys layers with a window see; 0: all layers see all
     sliding_window_pattern: int = 2  # one of so many layers, the last, has no window
@@ -209,6 +215,9 @@ class DecoderConfig:
             refuse(self._experts_faults())
         check_fields(self)
         refuse(self._attention_faults())
+        for field in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            if not getattr(self, field) > 0:
+                raise InputError(f"model.{field}={getattr(self, field)} must be above 0")
         if self.rope_scaling is not None:
             refuse(self._rope_scaling_faults())
         if self.layer_pattern:
@@ -327,11 +336,12 @@ class DecoderConfig:
     def _pattern_faults(self) -> Faults:
         pattern = self.layer_pattern
         told = f"model.layer_pattern={pattern!r}"
-        unknown = min(set(pattern) - LAYER_PARTS.keys(), default=None)
+        letters = LAYER_PARTS | MIXERS
+        unknown = min(set(pattern) - letters.keys(), default=None)
         yield (
             unknown,
-            f"{told}: letter {unknown!r} is not one of {' '.join(LAYER_PARTS)} "
-            f"(M Mamba-2, * attention, E experts, - MLP)",
+            f"{told}: letter {unknown!r} is not one of {' '.join(letters)} (M Mamba-2, * attention, "
+            "E experts, - MLP; m Mamba-2, a attention, each with experts or an MLP)",
         )
         yield (
             "E" in pattern and not self.num_experts,
@@ -361,12 +371,18 @@ class DecoderConfig:
 
         Those from num_layers on are of multi-token prediction, and have both.
         """
-        if self.layer_pattern and layer < self.num_layers:
-            return LAYER_PARTS[self.layer_pattern[layer]]
-        return (
-            "attention",
-            "moe" if self.num_experts and layer >= self.first_k_dense_replace else "mlp",
+        letter = (
+            self.layer_pattern[layer] if self.layer_pattern and layer < self.num_layers else "a"
         )
+        if letter in LAYER_PARTS:
+            return LAYER_PARTS[letter]
+        sparse = self.num_experts and layer >= self.first_k_dense_replace
+        return MIXERS[letter], "moe" if sparse else "mlp"
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return whether layers carry states, which cannot be taken back to an earlier token."""
+        return any(self.parts(layer)[0] == "mamba" for layer in range(self.num_layers))
 
     @property
     def all_layers(self) -> range:
@@ -380,6 +396,10 @@ class DecoderConfig:
         """Return whether a layer rotates queries and keys by their positions."""
         every = self.no_rope_layer_interval
         return self.position_embedding == "rotary" and not (every and (layer + 1) % every == 0)
+
+    def query_factor(self, width: int) -> float:
+        """Return the factor on queries of this width, whose scores attention divides by sqrt(width)."""
+        return self.attention_multiplier * width**0.5 if self.attention_multiplier else 1.0
 
     def kind(self, layer: int) -> tuple:
         """Return what tells a layer from others: equal kinds compute the same on equal inputs."""
@@ -399,9 +419,13 @@ class DecoderConfig:
 
 
 def as_classifier(config: DecoderConfig, labels: int = 1) -> DecoderConfig:
-    """Return the config with a score as the head, which is not tied and predicts no tokens."""
+    """Return the config with a score as the head, which is not tied or scaled, nor predicts tokens."""
     return dataclasses.replace(
-        config, num_labels=labels, tie_word_embeddings=False, num_nextn_predict_layers=0
+        config,
+        num_labels=labels,
+        tie_word_embeddings=False,
+        num_nextn_predict_layers=0,
+        logits_scaling=1.0,
     )
 
 

@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
         self.nope = nope
         self.rope = rope
         self.v_dim = v_dim
-        self.scale = score_scale(config.rope_scaling)
+        self.scale = score_scale(config.rope_scaling) * config.query_factor(nope + rope)
         # exchange points: context parallelism exchanges keys and values; tensor parallelism gathers
         # latents and reduces outputs
         self.attend = attention

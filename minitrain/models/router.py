@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minitrain.models.variants import at_least_fp32
+
 if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig
 
@@ -87,14 +89,11 @@ class Router(nn.Module):
         return indices, weights
 
     def _apply(self, fn, recurse=True):
-        """Cast or move the module, but keep the selection bias in fp32.
-
-        bf16 would lose its steps of 1e-3.
-        """
+        """Cast or move the module, but keep the selection bias in fp32: bf16 would lose steps of 1e-3."""
         before = getattr(self, "e_score_correction_bias", None)
         super()._apply(fn, recurse)
-        if before is not None and self.e_score_correction_bias.dtype != torch.float32:
-            self.e_score_correction_bias = before.to(self.e_score_correction_bias.device)
+        if before is not None:
+            self.e_score_correction_bias = at_least_fp32(fn)(before)
         return self
 
     def _select(self, scores: Tensor) -> Tensor:

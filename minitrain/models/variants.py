@@ -23,7 +23,7 @@ parallelism and the sampler change them in place:
 The sampler's variants last no longer than sampling: training goes on with the classes it had.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +37,19 @@ class KeepsFP32(nn.Module):
 
     def _apply(self, fn, recurse=True):
         # torch calls this for .to(), .bfloat16(), .cuda() and the like
-        def keep(tensor: Tensor) -> Tensor:
-            """Apply `fn` to a parameter [...], but not below fp32."""
-            changed = fn(tensor)
-            if changed.dtype.itemsize >= 4:
-                return changed
-            return tensor.to(changed.device, torch.float32)
+        return super()._apply(at_least_fp32(fn), recurse)
 
-        return super()._apply(keep, recurse)
+
+def at_least_fp32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `fn`, which casts or moves a tensor [...], so that its result has fp32 or more."""
+
+    def keep(tensor: Tensor) -> Tensor:
+        changed = fn(tensor)
+        if changed.dtype.itemsize >= 4:
+            return changed
+        return tensor.to(changed.device, torch.float32)
+
+    return keep
 
 
 def base_class(module: nn.Module) -> type:

@@ -52,13 +52,8 @@ _TINY_LATENT = dict(
     v_head_dim=16,
     head_dim=24,
 )
-_TINY_HYBRID = dict(
-    mamba_num_heads=8,
-    mamba_head_dim=16,
-    mamba_n_groups=4,
-    ssm_state_size=16,
-    mamba_chunk_size=16,
-    shared_expert_intermediate_size=96,
+_TINY_MAMBA = dict(
+    mamba_num_heads=8, mamba_head_dim=16, mamba_n_groups=4, ssm_state_size=16, mamba_chunk_size=16
 )
 
 
@@ -81,11 +76,17 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
     if fields.get("first_k_dense_replace"):
         small["first_k_dense_replace"] = 1
     if fields.get("shared_expert_intermediate_size"):
-        small["shared_expert_intermediate_size"] = small["moe_intermediate_size"]
+        times = 2 if fields.get("layer_pattern") else 1
+        small["shared_expert_intermediate_size"] = times * small["moe_intermediate_size"]
     if fields.get("sliding_window"):
         small["sliding_window"] = 16
+    if fields.get("mamba_num_heads"):
+        small |= _TINY_MAMBA
     if fields.get("layer_pattern"):
-        small |= _TINY_HYBRID | dict(layer_pattern=("ME*E" * num_layers)[:num_layers])
+        letters = "ME*E" if "M" in fields["layer_pattern"] else "mmam"
+        small["layer_pattern"] = (letters * num_layers)[:num_layers]
+    if fields.get("attention_multiplier"):
+        small["attention_multiplier"] = 1 / small["head_dim"]
     if fields.get("moe_latent_size"):
         small["moe_latent_size"] = 32
     if fields["family"] == "gpt2":
@@ -95,7 +96,12 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
 
 def is_known(name: str) -> bool:
     """Return whether this is the name of a model here, or of its tiny twin."""
-    return name.removesuffix("-tiny") in ZOO | WAN
+    return _published(name) in ZOO | WAN
+
+
+def _published(name: str) -> str:
+    """Return the name without the ending of a tiny twin; Granite 4.0 H Tiny has it itself."""
+    return name if name in ZOO else name.removesuffix("-tiny")
 
 
 def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
@@ -104,8 +110,8 @@ def model_config(name: str, **overrides) -> DecoderConfig | WanConfig:
     bos and eos become None if a smaller vocabulary does not hold them. Raise InputError for an
     unknown name.
     """
-    base = name.removesuffix("-tiny")
-    shrunk = name.endswith("-tiny")
+    base = _published(name)
+    shrunk = base != name
     if base in WAN:
         return WanConfig(**WAN[base] | (TINY_WAN if shrunk else {}) | overrides)
     if "/" in name:

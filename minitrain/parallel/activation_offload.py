@@ -15,6 +15,9 @@ A block's own are tensors of at least MIN_BYTES that are not its parameters or b
 is called with beside hidden states: masks, rotary tables and texts, which other blocks save too.
 Indices stay as well, which are small, and which FlexAttention's masks share.
 
+Blocks that recompute (full-offload) save their input alone: 2 h bytes go and come, which hardly any
+block is too short for, and the device's activations no longer grow with the number of layers.
+
 The autograd graph owns all copies: they are freed when it is, after an exception too.
 Hooks of saved tensors run around a block's call, so outside of its compiled graph and of FSDP's
 hooks. Source: vDNN (Rhu et al. 2016); torch.autograd.graph.save_on_cpu, which waits for each copy.
@@ -30,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from minitrain.models.variants import set_variant
@@ -86,11 +90,12 @@ class Runs:
 
 
 class Stored:
-    """A storage that a block has saved: on the device, on the host, or on both."""
+    """A storage that a block has saved: on the device, on the host, or on both; uint8 [bytes]."""
 
-    def __init__(self, storage: UntypedStorage):
-        self.device = storage
-        # its bytes
+    def __init__(self, tensor: Tensor):
+        count = tensor.untyped_storage().nbytes() // tensor.itemsize
+        everything = tensor.detach().as_strided((count,), (1,), 0)
+        self.device: Tensor | None = everything.view(torch.uint8)
         self.host: Tensor | None = None
 
 
@@ -115,7 +120,7 @@ class Run:
         self.block = block
         self.shared = shared
         self.before = weakref.ref(before) if before else lambda: None
-        # by address; what the graph has freed is gone
+        # by `identity`; what the graph has freed is gone
         self.stored: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
         # where copies on CUDA are complete
         self.left: torch.cuda.Event | None = None
@@ -124,29 +129,31 @@ class Run:
 
     @cached_property
     def kept(self) -> set[int]:
-        """Return the addresses of storages that are not the block's own to move.
+        """Return the storages that are not the block's own to move.
 
         First asked for inside of the block's forward pass, when FSDP has gathered its weights.
         """
         weights = [*self.block.parameters(), *self.block.buffers()]
         return {
-            to_local(x).untyped_storage().data_ptr() for x in tensors_in((weights, self.shared))
+            identity(to_local(x).untyped_storage()) for x in tensors_in((weights, self.shared))
         }
 
     def pack(self, tensor: Tensor) -> Tensor | Saved:
         """Return what autograd keeps of a saved tensor [...]."""
         # DTensors, and tensors of a compiler at work, have no memory
-        if type(tensor) is not Tensor or tensor.dtype in (torch.int32, torch.int64):
+        if not has_memory(tensor) or tensor.dtype in (torch.int32, torch.int64):
             return tensor
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if storage.nbytes() < MIN_BYTES or address in self.kept:
+        key = identity(storage)
+        odd = storage.nbytes() % tensor.itemsize
+        if storage.nbytes() < MIN_BYTES or odd or key in self.kept:
             return tensor
+        self.place = tensor.device
         # several tensors may be views of one storage, and Linears of the same input save it again.
         # What is saved is not changed in place, or autograd would refuse it without offload
-        stored = self.stored.get(address)
+        stored = self.stored.get(key)
         if stored is None:
-            stored = self.stored[address] = Stored(storage)
+            stored = self.stored[key] = Stored(tensor)
         return Saved(stored, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
@@ -159,19 +166,17 @@ class Run:
             before.to_device()
         if self.arrived:
             self.arrived.wait()
-        storage = saved.stored.device
-        tensor = torch.empty(0, dtype=saved.dtype, device=storage.device)
-        return tensor.set_(storage, saved.offset, saved.shape, saved.stride)
+        everything = saved.stored.device.view(saved.dtype)
+        return everything.as_strided(saved.shape, saved.stride, saved.offset)
 
     def to_host(self) -> None:
         """Begin to copy what the forward pass has saved to the host."""
         # FSDP has freed a gathered weight, and will fill it again itself
-        own = [stored for stored in self.stored.values() if stored.device.nbytes()]
+        own = [x for x in self.stored.values() if x.device.untyped_storage().nbytes()]
         if own:
-            self.place = own[0].device.device
             with beside(self.place) as stream:
                 for stored in own:
-                    stored.host = copy_to_host(bytes_of(stored.device))
+                    stored.host = copy_to_host(stored.device)
             self.left = stream and stream.record_event()
 
     def release(self) -> None:
@@ -200,7 +205,7 @@ class Run:
                 if stream:
                     # should an exception free it while it is filled
                     buffer.record_stream(stream)
-                stored.device = buffer.copy_(stored.host, non_blocking=True).untyped_storage()
+                stored.device = copy_to_device(stored.host, buffer)
                 stored.host = None
         self.arrived = stream and stream.record_event()
 
@@ -236,6 +241,16 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def bytes_of(storage: UntypedStorage) -> Tensor:
-    """Return all bytes of a storage as a tensor, uint8 [bytes], of the same memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def copy_to_device(x: Tensor, buffer: Tensor) -> Tensor:
+    """Copy x [...] from pinned memory into a buffer [...] on the device, asynchronously; return that."""
+    return buffer.copy_(x, non_blocking=True)
+
+
+def identity(storage: UntypedStorage) -> int:
+    """Return a number that a living storage shares with no other one. Fake ones have no address."""
+    return StorageWeakRef(storage).cdata
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Tell whether a tensor [...] is a plain one, whose storage can be copied."""
+    return type(tensor) is Tensor

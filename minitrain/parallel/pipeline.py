@@ -108,6 +108,9 @@ class Pipeline(nn.Module):
         self.schedule = None
         self.scheduled_for = None
         self.scheduled: list[Stage] = []
+        # what `run` reads: those of the step, or of the evaluation, that is running
+        self.loss: Loss | None = None
+        self.batches: list[MicroBatch] = []
 
     def named_parameters(self, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
         for number, stage in self.stages.items():

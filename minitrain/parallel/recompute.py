@@ -14,6 +14,8 @@ A block of width h saves about 34 h bytes per token in bf16 (Korthikanti et al. 
                 all-to-alls and reduce-scatters            twice: a few percent
     offload     everything, on the host; on the device     copies over the bus, hidden if blocks
                 that of two blocks                         compute for longer (activation_offload.py)
+    full-       its input, on the host                     as full, and copies of 2 h bytes
+    offload
 
 In the backward pass the activations of one block come on top.
 
@@ -36,6 +38,9 @@ from torch.utils.checkpoint import (
 from minitrain.models.variants import set_variant
 from minitrain.parallel.activation_offload import offload
 from minitrain.parallel.collectives import operators
+
+# settings that keep what blocks save on the host
+OFFLOADED = ("offload", "full-offload")
 
 _ops = torch.ops.aten
 ATTENTION = {
@@ -80,9 +85,9 @@ def saved_operators(setting: str | int) -> frozenset | None:
         return frozenset(
             ATTENTION | EXPENSIVE | ROUTING | registered(OWN_ATTENTION + OWN_PRODUCTS)
         )
-    if setting != "full" and (isinstance(setting, str) or setting < 1):
+    if setting not in ("full", "full-offload") and (isinstance(setting, str) or setting < 1):
         raise ValueError(
-            f"recompute={setting!r} is none, full, attention, selective, offload or k >= 1"
+            f"recompute={setting!r} is none, full, attention, selective, offload, full-offload or k >= 1"
         )
     return None
 
@@ -96,14 +101,18 @@ def registered(names: tuple[str, ...]) -> set:
 def recompute(blocks: list[Module], setting: str | int, random: bool = False) -> None:
     """Make `blocks` recompute in place, before they are compiled. Parameter names stay.
 
-    setting: none, full, attention, selective, offload, or an int k: every k-th block from the first.
+    setting: of the table above; an int k: every k-th block from the first.
     random: the blocks draw random numbers, for dropout, and must draw the same ones again.
     """
-    if setting == "none":
-        return
-    if setting == "offload":
+    if setting not in ("none", "offload"):
+        run_again(blocks, setting, random)
+    if setting in OFFLOADED:
+        # around the recomputation, which saves a block's input
         offload(blocks)
-        return
+
+
+def run_again(blocks: list[Module], setting: str | int, random: bool) -> None:
+    """Make `blocks` recompute what `setting` does not save. random: as for `recompute`."""
     # the second run must not repeat side effects, such as counting tokens per expert
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     saved = saved_operators(setting)

@@ -72,10 +72,10 @@ class DecodingBatch:
         self.step = DecodingStep(
             self.positions, block_table, slots, caches.page_size, caches.pages
         )
-        # keys and top_k, then temperature, top_p and min_p
-        keys = zeros(rows, dtype=torch.int32)
-        real = [zeros(rows, dtype=torch.float32) for _ in range(3)]
-        self.state = SamplingState(keys, zeros(rows), *real)
+        # keys and top_k, then temperature, top_p and min_p, of each token
+        keys = zeros(rows * width, dtype=torch.int32)
+        real = [zeros(rows * width, dtype=torch.float32) for _ in range(3)]
+        self.state = SamplingState(keys, zeros(rows * width), *real)
         self.new_tokens = zeros(steps, rows * width)
         self.new_logprobs = zeros(steps, rows * width, dtype=torch.float32)
         # (sample, slot, pages) of each row, as loaded last
@@ -108,9 +108,11 @@ class DecodingBatch:
         copy_in(self.step.block_table, table)
         copy_in(self.step.slots, [row.slot for row in rows])
         state = self.state
-        copy_in(state.keys, [row.key for row in rows])
+        # the sample of each token
+        owners = [row for row in rows for _ in range(self.step.width)]
+        copy_in(state.keys, [owner.key for owner in owners])
         for name in ("temperature", "top_k", "top_p", "min_p"):
-            copy_in(getattr(state, name), [getattr(row.params, name) for row in rows])
+            copy_in(getattr(state, name), [getattr(owner.params, name) for owner in owners])
         params = [sample.params for sample, *_ in self.loaded]
         state.greedy = any(p.temperature == 0 for p in params)
         state.noisy = any(p.temperature > 0 for p in params)
@@ -155,10 +157,9 @@ class DecodingBatch:
 
         weight: the head's, [vocab, hidden] or a DTensor split by vocabulary. Returns `hidden`.
         """
-        state = self.state.of_tokens(self.step.width)
         # both [tokens]; the new tokens follow the positions of this step
         tokens, logprobs, shard = self.choose(
-            self.weights, hidden[0], weight, state, self.positions + 1
+            self.weights, hidden[0], weight, self.state, self.positions + 1
         )
         tokens = self.feed(tokens, hidden, shard)
         # [steps, tokens]; the index is a tensor, so that a graph can replay this

@@ -1,5 +1,7 @@
 """Find what a model and its device allow the sampler: pages, page sizes, CUDA graphs."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,7 +38,7 @@ def page_count(
         last_count      if that many fit: kernels are compiled for the pool's size
         as many as      rollout.memory, a share of the free memory, has room for, but no more than
                         `rows` samples of `longest` tokens fill. One more is for the last page of a
-                        prompt whose samples wait for a row
+                        prompt whose samples wait for a row. The ranks of a CPU split that share
 
     records: pages hold the experts of tokens, too. Raises InputError for more rollout.pages than fit.
     """
@@ -52,7 +54,11 @@ def page_count(
         return last_count
     # the last token is never cached
     most = rows * -(-(longest - 1) // settings.page_size) + 1
-    return max(1, min(most, fitting_pages(cached, settings.page_size, settings.memory, records)))
+    # the ranks of a host make a pool each, before or after this one; torchrun says how many there are
+    on_cpu = cached[0][0].head_weight.device.type == "cpu"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_cpu else 1
+    share = settings.memory / ranks
+    return max(1, min(most, fitting_pages(cached, settings.page_size, share, records)))
 
 
 def fitting_pages(

@@ -118,7 +118,7 @@ class TracedCache(WrappedCache):
         self.buffers = layer.gather()
         self.positions = step.positions
         self.width = step.width
-        self.bias = layer.bias()
+        self.bias = layer.bias(step.width)
         # [rows, 1, width, longest]: the last dimension grows with every step
         maybe_mark_dynamic(self.bias, 3)
 

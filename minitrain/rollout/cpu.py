@@ -254,7 +254,7 @@ class RowsCache(PagedKVCache):
         seen = self.caches.step.rows
         shared = 0 if self.window else seen.shared
         own = slice(shared, seen.longest)
-        bias = of_queries(self.bias()[..., own], q.shape[2])
+        bias = self.bias(q.shape[2])[..., own]
         out, log_sum = attend_with_lse(q, keys[:, :, own], values[:, :, own], attn_mask=bias)
         if not shared:
             return out, log_sum
@@ -272,24 +272,24 @@ class RowsCache(PagedKVCache):
         share = torch.sigmoid(sums - log_sum)[..., None]
         return out.lerp(common, share.to(out.dtype)), torch.logaddexp(log_sum, sums)
 
-    def bias(self) -> Tensor:
-        """Return the mask over row buffers, [rows, 1, width, longest]: 0 for visible keys, or -inf.
+    def bias(self, queries: int) -> Tensor:
+        """Return the mask over row buffers, [rows, 1, queries, longest]: 0 for visible keys, or -inf.
 
-        Layers with the same window share it.
+        Layers with the same window share it. queries: of each row, see `by_row`; or only its tokens.
         """
         step = self.caches.step
         dtype = self.pools[0].dtype
-        key = self.window, dtype
+        key = self.window, dtype, queries
         if key not in step.derived:
-            # [longest] and [tokens, 1]: positions of keys and queries
+            # [longest] and [tokens, 1]: positions of keys and tokens
             keys = torch.arange(step.rows.longest)
-            queries = step.positions[:, None]
+            own = step.positions[:, None]
             # [tokens, longest]
-            hidden = keys > queries
+            hidden = keys > own
             if self.window is not None:
-                hidden = hidden | (keys <= queries - self.window)
+                hidden = hidden | (keys <= own - self.window)
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-            step.derived[key] = bias.unflatten(0, (-1, 1, step.width))
+            step.derived[key] = of_queries(bias.unflatten(0, (-1, 1, step.width)), queries)
         return step.derived[key]
 
     def gather(self) -> list[Tensor]:

@@ -37,6 +37,7 @@ from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig, check_vocabulary
 from minitrain.rollout.batch import DecodingBatch, compiled_blocks
 from minitrain.rollout.caches import Caches
+from minitrain.rollout.scheduler import Sample
 from minitrain.rollout.steps import DecodingStep
 from minitrain.rollout.weights import SamplerWeights
 from minitrain.settings import Rollout
@@ -49,26 +50,27 @@ SAME_IDS = "a draft model of the same tokenizer"
 
 
 class DraftModel:
-    """What guesses `count` tokens: a smaller model of the same vocabulary, whole on every rank.
+    """What drafts: a smaller model of the same vocabulary, whole on every rank.
 
-    layers: numbers of those that have caches. weights: of its head; None: the model's own.
-    counts: of tokens that were drafted, and of those that were accepted.
+    draft_tokens: how many it drafts for a step. layers: numbers of those that have caches.
+    weights: of its head; None: the model's own.
+    counts: tokens that it has "drafted", and how many of them were "accepted".
     """
 
-    # entry i of its caches is of token i; what is drawn from it is so much later
-    ahead = 1
+    # from entry i of its caches, token i + offset is drafted
+    offset = 1
 
-    def __init__(self, model: Decoder, count: int):
+    def __init__(self, model: Decoder, draft_tokens: int):
         self.model = model
-        self.count = count
+        self.draft_tokens = draft_tokens
         self.layers = range(model.config.num_layers)
         self.weights: SamplerWeights | None = SamplerWeights(model)
         self.counts: Counter[str] = Counter()
 
     @property
-    def width(self) -> int:
-        """Return the tokens of a row in the first pass, over all that was drawn."""
-        return self.count + 3 - self.ahead
+    def first_width(self) -> int:
+        """Return the tokens of a row in its first pass, over all that was drawn."""
+        return self.draft_tokens + 3 - self.offset
 
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, head, cache: Caches
@@ -89,10 +91,10 @@ class MTPDrafter(DraftModel):
     Entry i of its cache is of the hidden state of token i, and of token i + 1.
     """
 
-    ahead = 2
+    offset = 2
 
-    def __init__(self, model: Decoder, count: int):
-        super().__init__(model, count)
+    def __init__(self, model: Decoder, draft_tokens: int):
+        super().__init__(model, draft_tokens)
         number = model.config.num_layers
         self.layers = range(number, number + 1)
         self.weights = None
@@ -127,7 +129,7 @@ def check_draft(config: DecoderConfig, draft: DecoderConfig | str) -> None:
             raise InputError(f"{told} (use a draft model's folder, or nothing)")
         return
     check_vocabulary(config, draft, "draft model")
-    if "M" in draft.layer_pattern:
+    if draft.is_recurrent:
         told = "the draft model has Mamba layers, whose states cannot be taken back"
         raise InputError(f"{told} (use one of attention alone)")
 
@@ -136,11 +138,11 @@ class DraftingBatch(DecodingBatch):
     """The buffers in which samples are decoded with drafts of `drafter`; the rest as its base."""
 
     def __init__(self, drafter: DraftModel, *args, **named):
-        super().__init__(*args, **named, width=drafter.count + 1)
+        super().__init__(*args, **named, width=drafter.draft_tokens + 1)
         self.drafter = drafter
         # over all that was drawn, then over one draft after the other
-        first = self._pass(drafter.width)
-        self.passes = [first, *[self._pass(1)] * (drafter.count - 1)]
+        first = self._pass(drafter.first_width)
+        self.passes = [first, *[self._pass(1)] * (drafter.draft_tokens - 1)]
 
     def _pass(self, width: int) -> DecodingStep:
         step = self.step
@@ -153,6 +155,11 @@ class DraftingBatch(DecodingBatch):
         """Set the positions of a step, from first [rows, 1] on."""
         index = torch.arange(step.width, device=first.device)
         step.positions.copy_((first + index).clamp(max=self.last_position).flatten())
+
+    def _load_rows(self, rows: list[Sample]) -> None:
+        super()._load_rows(rows)
+        # a pass drafts one token of each row
+        self.row_state = self.state.of_rows(self.step.width)
 
     def compiled(self) -> AbstractContextManager:
         return compiled_blocks(self.model, self.drafter.model)
@@ -192,9 +199,9 @@ class DraftingBatch(DecodingBatch):
         counts = 1 + right.cumprod(1).sum(1, keepdim=True)
         self.caches.settle(counts[:, 0])
         first = self.positions.view(-1, width)[:, :1]
-        ahead = self.drafter.ahead
-        known = torch.cat([verified[:, :1], drawn], 1)[:, ahead - 1 :]
-        drafts = self.draft(known, hidden, first, counts + 1 - ahead, shard)
+        offset = self.drafter.offset
+        known = torch.cat([verified[:, :1], drawn], 1)[:, offset - 1 :]
+        drafts = self.draft(known, hidden, first, counts + 1 - offset, shard)
         self.tokens.copy_(torch.cat([drawn.gather(1, counts - 1), *drafts], 1).flatten())
         self._place(self.step, first + counts)
         index = torch.arange(width, device=tokens.device)
@@ -219,7 +226,7 @@ class DraftingBatch(DecodingBatch):
             self._place(step, first)
             step.begin()
             caches.step = step
-            positions = (first + newest)[:, 0] + self.drafter.ahead
+            positions = (first + newest)[:, 0] + self.drafter.offset
             head = partial(self._guess, newest, positions)
             tokens, hidden = self.drafter(
                 tokens.reshape(1, -1), hidden, step.positions[None], head, caches
@@ -242,5 +249,5 @@ class DraftingBatch(DecodingBatch):
         hidden = hidden[0].unflatten(0, (self.rows, -1))
         hidden = hidden.take_along_dim(newest[..., None], 1)[:, 0]
         weights = self.drafter.weights or self.weights
-        tokens, *_ = self.choose(weights, hidden, weight, self.state, positions)
+        tokens, *_ = self.choose(weights, hidden, weight, self.row_state, positions)
         return tokens, hidden[None]

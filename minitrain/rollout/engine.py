@@ -105,7 +105,7 @@ class Sampler(Texts):
         self.width = 1
         if self.drafter:
             self.cached.append((self.drafter.model, self.drafter.layers))
-            self.width += self.drafter.count
+            self.width += self.drafter.draft_tokens
         self.weights = SamplerWeights(model, self.drafter and self.drafter.weights)
         self.ends = find_ends(model.config, tokenizer.eos_id if tokenizer else None)
         positions = self.config.max_position_embeddings
@@ -119,7 +119,7 @@ class Sampler(Texts):
         on_cuda = self.device.type == "cuda"
         for each, _ in self.cached if on_cuda else ():
             tp = tensor_parallel_size(each)
-            width = self.width if each is model else self.drafter.width
+            width = self.width if each is model else self.drafter.first_width
             check_page_size(self.settings.page_size, each.config, tp, width)
         # the most decoding steps in one schedule; the buffers hold the tokens of that number of steps
         steps = self.settings.steps or (-(-16 // self.width) if on_cuda else 1)
@@ -351,7 +351,7 @@ class Sampler(Texts):
         """Compute and cache the next tokens of prompts. chunks: (prefill, number of tokens)."""
         size = self.settings.page_size
         # what drafts may read the token after each one
-        ahead = self.drafter.ahead - 1 if self.drafter else 0
+        later = self.drafter.offset - 1 if self.drafter else 0
         # of each token: its id, its position in the sequence, its page, its offset in that
         entries = []
         step_chunks = []
@@ -360,7 +360,7 @@ class Sampler(Texts):
             pages = on_device(prefill.pages[: self.scheduler.pages.needed(end)], self.device)
             step_chunks.append(Chunk(len(entries), count, prefill.cached, pages, prefill.slot))
             for i in range(prefill.cached, end):
-                read = prefill.tokens[i + ahead]
+                read = prefill.tokens[i + later]
                 entries.append((prefill.tokens[i], read, i, prefill.pages[i // size], i % size))
         # sequence parallelism needs a multiple of the ranks
         entries += [(0, 0, 0, self.caches.null_page, 0)] * (-len(entries) % self.tp)
@@ -427,7 +427,7 @@ class Sampler(Texts):
     def _allocate(self) -> None:
         settings = self.settings
         # no prefix caching with Mamba layers: only a sequence's last state is kept
-        reuse = "M" not in self.config.layer_pattern
+        reuse = not self.config.is_recurrent
         size = settings.page_size
         self.page_count = page_count(
             self.cached, settings, self.rows, self.longest, self.page_count, self.records

@@ -182,7 +182,7 @@ def divide_by_noise(weights: Tensor, keys: Tensor, first: int, chunk: int | None
 
 @dataclass
 class SamplingState:
-    """The sampling parameters of a batch; each tensor is [rows].
+    """The sampling parameters of a batch; each tensor is [rows], or [tokens].
 
     greedy, noisy, filtered: whether any row has temperature 0, any a temperature above 0, and any
     top_k, top_p or min_p.
@@ -197,13 +197,10 @@ class SamplingState:
     noisy: bool = True
     filtered: bool = True
 
-    def of_tokens(self, width: int) -> "SamplingState":
-        """Return the parameters of `width` tokens of each row, each tensor [rows x width]."""
-        if width == 1:
-            return self
+    def of_rows(self, width: int) -> "SamplingState":
+        """Return views of those of each row, of the parameters of its `width` tokens."""
         names = ("keys", "top_k", "temperature", "top_p", "min_p")
-        each = {name: getattr(self, name)[:, None].expand(-1, width).flatten() for name in names}
-        return dataclasses.replace(self, **each)
+        return dataclasses.replace(self, **{name: getattr(self, name)[::width] for name in names})
 
 
 def sample_tokens(
@@ -219,9 +216,12 @@ def sample_tokens(
         logits = shard.gather(logits).transpose(0, 1).flatten(1)
         shard = VocabShard()
     eager_cpu = logits.device.type == "cpu" and not torch.compiler.is_compiling()
-    greedy = state.temperature == 0
     logits = logits.float()
-    temperature = torch.where(greedy, 1, state.temperature)[:, None]
+    # [rows, 1]
+    temperature = state.temperature[:, None]
+    if state.greedy:
+        greedy = temperature == 0
+        temperature = torch.where(greedy, 1, temperature)
     if state.filtered:
         logits = filter_logits(logits / temperature, state)
         temperature = 1.0
@@ -234,15 +234,17 @@ def sample_tokens(
         keys = token_keys(state.keys, positions)
         weights = divide_by_noise(weights, keys, shard.first, NOISE_CHUNK if eager_cpu else None)
         best = argmax(weights, eager_cpu)
-        score = weights.gather(1, best).log() + peak
     if state.greedy:
         likeliest = argmax(logits, eager_cpu)
-        best = torch.where(greedy[:, None], likeliest, best) if state.noisy else likeliest
-        score = torch.where(greedy[:, None], peak, score) if state.noisy else peak
+        best = torch.where(greedy, likeliest, best) if state.noisy else likeliest
     logit = logits.gather(1, best) / temperature
     if shard.group is None:
         logprob = logit - (total.log() + peak)
         return best[:, 0], logprob[:, 0]
+    # what the ranks' candidates are compared by
+    score = weights.gather(1, best).log() + peak
+    if state.greedy:
+        score = torch.where(greedy, peak, score)
     mine = torch.cat([score, logit, peak, total, best + shard.first], dim=1)
     return _best_of_shards(mine, shard)
 

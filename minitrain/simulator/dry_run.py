@@ -5,7 +5,9 @@ from functools import partial
 
 import torch.distributed as dist
 
+from minitrain.errors import InputError
 from minitrain.parallel.parallelize import parallelize
+from minitrain.parallel.recompute import OFFLOADED
 from minitrain.parallel.shards import to_local
 from minitrain.run.config.environment import rank, world_size
 from minitrain.run.config.layout_checks import check_layout
@@ -13,6 +15,8 @@ from minitrain.run.config.ranks import micro_batches, stated_ranks
 from minitrain.run.launch.start import meshes_of
 from minitrain.settings import Config
 from minitrain.simulator.fake_world import fake_world, trace_step
+from minitrain.simulator.simulate import few_micro_batches, with_balanced_experts
+from minitrain.simulator.simulate_policy import training_config
 from minitrain.training.build import make_model
 from minitrain.training.footprint import GIB, describe_sizes, footprint, on_host
 
@@ -45,6 +49,25 @@ def announce_memory(row: str, config: Config) -> dict[str, float]:
     return {"estimated_memory_gib": sum(kinds.values()), "estimated_activations_gib": working}
 
 
+def offloaded_activations(config: Config, ranks: int) -> str:
+    """Return in words what rank 0 and its host hold of activations, with their bytes if they can be traced.
+
+    The few micro-batches of a trace hold as much as a step's.
+    """
+    if config.task == "grpo":
+        config = training_config(config)
+    try:
+        trace = trace_step(few_micro_batches(with_balanced_experts(config)), ranks)
+    except InputError:
+        # a second model, or experts in fp32
+        return "activations of two blocks; those of all others are on the host"
+    kept = (trace.peak["activations"] + trace.peak["gathered"]) / GIB
+    return (
+        f"{kept:.1f} GiB of activations, of two blocks at a time; {trace.host_peak / GIB:.1f} GiB of those of all "
+        f"others are on the host"
+    )
+
+
 def dry_run(config: Config) -> str:
     """Parallelize the config's model on the meta device and return a line of its sizes.
 
@@ -60,8 +83,8 @@ def dry_run(config: Config) -> str:
         away = on_host(model, config)
     count = micro_batches(config)
     others = "activations"
-    if config.recompute == "offload":
-        others += " of two blocks; those of all others are on the host"
+    if config.recompute in OFFLOADED:
+        others = offloaded_activations(config, ranks)
     if away:
         others += f"; {away / GIB:.1f} GiB of optimizer states are on the host"
     return (

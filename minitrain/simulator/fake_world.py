@@ -26,7 +26,7 @@ from torch import Tensor
 
 # torch.compile's backend without kernels calls debugging.boxed_nop, which has no public name
 from torch._dynamo.backends import debugging
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import Module
 
 # torch's fake process group has no public name
@@ -42,11 +42,13 @@ from minitrain.parallel.mesh import Meshes
 from minitrain.run.launch.start import meshes_of
 from minitrain.run.monitor.flops import unseen_keys
 from minitrain.settings import Config
+from minitrain.simulator.host_copies import recorded_copies
 from minitrain.simulator.marks import mark_blocks, marked_passes, marked_schedule, parts
 from minitrain.simulator.operators import ATTENTION_WORK, attention_work
 from minitrain.simulator.repeat import RepeatedGraph
 from minitrain.simulator.trace import Trace, Tracer
 from minitrain.training import loss
+from minitrain.training.adamw import states_on_device
 from minitrain.training.build import allocate, lay_out, make_model
 from minitrain.training.ema import update_averages
 from minitrain.training.loop import Trainer
@@ -223,10 +225,14 @@ def trace_step(
 
 def record_step(trainer: Trainer, dataset, tracer: Tracer) -> None:
     """Trace step 0 of a trainer whose optimizer states exist. Its tensors may be real or fake."""
-    states = trainer.optimizer.state.values()
     tracer.classify(parts(trainer.model.state_dict().values()), "parameters")
-    tracer.classify(parts(value for state in states for value in state.values()), "optimizer")
-    with tracer, marked_schedule(tracer), marked_passes(trainer, tracer):
+    tracer.classify(parts(states_on_device(trainer.optimizer)), "optimizer")
+    with (
+        tracer,
+        marked_schedule(tracer),
+        marked_passes(trainer, tracer),
+        recorded_copies(tracer, FakeTensor),
+    ):
         mark_blocks(trainer.model, tracer)
         trainer.step(dataset, 0)
 

@@ -158,6 +158,8 @@ def counted_result(
         "peak_memory_gib": size / 2**30,
         "memory_gib": {kind: part / 2**30 for kind, part in peak.items()},
         "activations_gib": peak["activations"] / 2**30,
+        # on the host, of a rank
+        "host_activations_gib": max(t.host_peak for t in simulation.traces.values()) / 2**30,
         "fits": size <= system.capacity,
         "capacity_gib": system.capacity / 2**30,
         "reference": config.reference,

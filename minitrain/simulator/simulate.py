@@ -41,7 +41,7 @@ from minitrain.simulator.timeline import AS_TRACED, Rows, System, Timeline, play
 from minitrain.simulator.trace import Trace
 
 # settings of `recompute` that repeat all matrix products of a forward pass
-TWICE = ("full", "attention")
+TWICE = ("full", "attention", "full-offload")
 
 
 @dataclass
@@ -72,18 +72,21 @@ class Simulation:
         return [1 + others * (index in typical) for index in range(len(trace.events))]
 
     def breakdown(self, place: int = 0) -> dict[str, float]:
-        """Return the seconds of one rank's step: compute by kind, exposed communication, gaps.
+        """Return the seconds of one rank's step: compute by kind, exposed copies and communication, gaps.
 
         In a pipeline also its bubble. There, exposed communication is the rest of the step, because
         waits between a rank's actions do not count as in its trace (see `pipelined`).
         """
         times = self.times(place)
         parts = Counter()
-        waited = 0.0
+        waited = copied = 0.0
         for span in self.lines[place].spans:
             if span.stream == "compute":
                 parts[span.kind] += times[span.event] * (span.end - span.begin)
-                waited += times[span.event] * span.waited
+                waited += times[span.event] * (span.waited - span.copied)
+                copied += times[span.event] * span.copied
+        if copied:
+            parts["exposed copies"] = copied
         rest = self.step - self.host - self.slowest - sum(parts.values())
         if self.idle is None:
             others = {"exposed communication": waited, "tail": max(0.0, rest - waited)}
@@ -160,13 +163,7 @@ def sent_rows(config: Config, system: System) -> Rows:
 
 
 def check_simulated(config: Config, system: System) -> None:
-    """Raise InputError for copies to the host, and for FP8 products that the system dequantizes."""
-    if config.optim.offload:
-        raise InputError(
-            "optim.offload=true is not simulated: its copies need a bus (leave it out)"
-        )
-    if config.recompute == "offload":
-        raise InputError("recompute=offload is not simulated: its copies need a bus (use full)")
+    """Raise InputError for FP8 products that the system dequantizes."""
     form = config.fp8.form
     if config.precision == "fp8" and form != "tensor":
         products = without_kernel(form, config.fp8.experts, system.capability)

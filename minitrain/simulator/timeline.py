@@ -21,6 +21,10 @@ all-gather starts only after the previous one has been copied out, which limits 
                      group's GPUs in one domain, but at most NVLink's.
     all-to-all       latency + the slower of the bytes that leave the GPU, over NVLink, and the bytes
                      that leave the domain, over the GPU's network adapter
+    copy             bytes / the link to the host, in one stream for both directions, after what the
+                     compute stream has been given so far
+    update on the    the slowest of the bytes out, the bytes back, and those that the host's memory
+    host             moves, as all three overlap (training/adamw.py)
 
 A kernel is slower while a collective runs, whose copies take some of the multiprocessors. And a step
 waits for the slowest of its ranks, see `System.slowest`.
@@ -123,8 +127,9 @@ class System:
     # bytes/s of each GPU's network adapter, between domains; of an all-to-all there
     network: float
     dispatch_network: float
-    # bytes/s between a GPU and its host, in each direction
+    # bytes/s between a GPU and its host, in each direction; of the host's memory, for each GPU
     host_link: float
+    host_memory: float
     # seconds of a small message; between domains while decoding
     latency: float
     far_latency: float
@@ -165,6 +170,11 @@ class System:
         """Return the seconds of a kernel that runs alone."""
         if event.kind == "attention":
             return self.attention[event.form].seconds(event) + self.launch
+        if event.kind == "host update":
+            out, back = (sum(n for _, n in moved) for moved in (event.reads, event.writes))
+            return max(
+                out / self.host_link, back / self.host_link, event.payload / self.host_memory
+            )
         moved = sum(n for _, n in event.reads + event.writes) / self.memory
         if event.kind == "memory":
             return self.unfused * moved + self.launch
@@ -269,10 +279,12 @@ class Span(NamedTuple):
     kind: str
     begin: float
     end: float
-    # seconds that the stream waited for collectives before `begin`
+    # seconds that the stream waited for collectives and copies before `begin`
     waited: float
     # index in the trace of one of its events
     event: int
+    # the part of `waited` that was for copies
+    copied: float = 0.0
 
 
 @dataclass
@@ -312,10 +324,14 @@ class _Player:
         self.ready = defaultdict(float)
         # storage -> the stream that wrote it last
         self.made_by: dict[int, str] = {}
+        # storage -> when it was copied to the host
+        self.left: dict[int, float] = {}
         # stream -> storages of its last all-gather, until a kernel reads one of them
         self.waiting: dict[str, set[int]] = {}
         # stream -> when the result of its last all-gather was read
         self.consumed = defaultdict(float)
+        # when what blocks have left on the host has been copied, so that its memory is free
+        self.released = 0.0
         # consecutive element-wise kernels, to be fused into one, by their indices in the trace
         self.run: dict[int, Event] = {}
 
@@ -330,7 +346,9 @@ class _Player:
                 self.run[index] = event
             else:
                 self.finish_run(index)
-                if stream == "compute":
+                if event.kind == "copied":
+                    self.released = max(self.released, *(self.left[n] for n, _ in event.reads))
+                elif stream == "compute":
                     self.compute(index, event)
                 else:
                     self.communicate(index, stream, event)
@@ -348,7 +366,7 @@ class _Player:
         Collectives, FSDP's copies into their buffers, and its work on reduced gradients run on the
         streams of their mesh dimensions, everything else on the compute stream.
         """
-        if event.kind == "collective":
+        if event.kind in ("collective", "copy"):
             return event.dimension
         if event.name == "all_gather_copy_in":
             return "dp_shard"
@@ -368,12 +386,16 @@ class _Player:
 
     def compute(self, index: int, event: Event) -> None:
         """Run a kernel on the compute stream. index: of the event in the trace."""
-        begin = self.begin(event, self.clock)
+        copies = [self.ready[n] for n, _ in event.reads if self.made_by.get(n) == "host"]
+        others = [self.ready[n] for n, _ in event.reads if self.made_by.get(n) != "host"]
+        gathered = max([self.clock, *others])
+        begin = max([gathered, self.released, *copies])
         waited = begin - self.clock
+        copied = begin - gathered
         seconds = self.system.kernel_seconds(event)
         shared = min(seconds, max(0.0, self.busy - begin))
         self.clock = begin + seconds + shared * self.system.channels / self.system.gemm_tiles
-        span = Span("compute", event.name, event.kind, begin, self.clock, waited, index)
+        span = Span("compute", event.name, event.kind, begin, self.clock, waited, index, copied)
         self.line.spans.append(span)
         for stream, numbers in self.waiting.items():
             if not numbers.isdisjoint(number for number, _ in event.reads):
@@ -384,7 +406,10 @@ class _Player:
     def communicate(self, index: int, stream: str, event: Event) -> None:
         """Run a collective, or one of FSDP's copies, on a mesh dimension's stream."""
         begin = self.begin(event, self.free[stream])
-        if stream == "pp":
+        if event.kind == "copy":
+            begin = max(begin, self.clock)
+            seconds = sum(n for _, n in event.reads + event.writes) / self.system.host_link
+        elif stream == "pp":
             seconds = 0.0
         elif event.kind != "collective":
             seconds = sum(n for _, n in event.reads + event.writes) / self.system.memory
@@ -395,6 +420,8 @@ class _Player:
                 begin = max(begin, self.consumed[stream])
                 self.waiting[stream] = {number for number, _ in event.writes}
         self.free[stream] = end = begin + seconds
+        if event.kind == "copy":
+            self.left |= {number: end for number, _ in event.reads}
         if event.kind == "collective":
             self.busy = max(self.busy, end)
         self.line.spans.append(Span(stream, event.name, event.kind, begin, end, 0.0, index))

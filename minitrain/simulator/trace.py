@@ -49,7 +49,8 @@ class Event(NamedTuple):
     """One kernel or collective."""
 
     name: str
-    # gemm, grouped, attention, memory, collective, or `wait` for a collective
+    # gemm, grouped, attention, memory, collective, or `wait` for a collective; copy, copied and
+    # host update: see host_copies.py
     kind: str
     flops: int
     # (storage number, bytes) of each tensor
@@ -95,6 +96,8 @@ class Trace:
     # collectives, and the weights that FSDP and FP8 make of them
     peak: dict[str, int] = field(default_factory=dict)
     peak_at: int = 0
+    # the most bytes of activations on the host
+    host_peak: int = 0
 
     def flops(self, times: Iterable[int] = repeat(1)) -> int:
         """Return the FLOPs of a step. times: how often each event happens in it."""
@@ -134,6 +137,8 @@ class Tracer(TorchDispatchMode):
         # bytes by kind now, and the largest sum so far
         self.memory = Counter(dict.fromkeys(MEMORY_KINDS, 0))
         self.most = 0
+        # bytes on the host now
+        self.on_host = 0
         # number of storages seen so far
         self.count = 0
         # depth of nested `silent` blocks
@@ -214,6 +219,11 @@ class Tracer(TorchDispatchMode):
         size, kind = self.sizes.pop(number)
         self.memory[kind] -= size
         self.trace.died[number] = len(self.trace.events) - 1
+
+    def hold_on_host(self, size: int) -> None:
+        """Count bytes that are kept on the host, or with a negative size freed there."""
+        self.on_host += size
+        self.trace.host_peak = max(self.trace.host_peak, self.on_host)
 
     def note(self, method: str, *arguments) -> None:
         """Append a call of one of this class's methods to the log, if there is one."""

@@ -13,12 +13,16 @@ they depend neither on the layout nor on where a run is resumed.
 
 With states on the host, a device keeps weights and gradients alone: 4 bytes a parameter if both are
 bf16, and 8 in fp32. A few million numbers at a time, weights and gradients go to pinned memory, are
-updated there by the same code, and the weights return. That is 3 times the weights' bytes over the
-bus in a step, for which the device waits: the norm that clips needs all gradients first.
+updated there by the same code, and the weights return. The norm that clips needs all gradients
+first; then, while the host updates some numbers, the next ones come and the last ones return. In fp32
+an update moves 28 bytes a number through the host's memory and 12 over the bus, which takes less
+time: all copies but the first and the last are hidden, and to send gradients during the backward pass
+would gain nothing. The next forward pass waits for the whole update.
 """
 
 import hashlib
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -27,6 +31,7 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from minitrain.hashing import mix_
+from minitrain.parallel.activation_offload import beside
 from minitrain.parallel.shards import Slices, copy_to_host, local_shard, to_local
 
 # how many numbers are converted to fp32 at a time
@@ -85,14 +90,15 @@ class AdamW(torch.optim.Optimizer):
 
     def update_group(self, group: dict, skip: Tensor | None) -> None:
         """Update a group's parameters and count their steps, unless `skip`, a scalar [], is 1."""
-        update = self.update
+        # blocks bound the memory of fp32 copies
+        batches = group_by_size(self.row_blocks(group))
         if group["on_host"]:
-            update = self.update_on_host
             # waits for the gradients
             skip = None if skip is None else skip.cpu()
-        # blocks bound the memory of fp32 copies
-        for blocks in group_by_size(self.row_blocks(group)):
-            update(blocks, group, skip)
+            self.update_on_host(batches, group, skip)
+        else:
+            for blocks in batches:
+                self.update(blocks, group, skip)
         for parameter in group["params"]:
             if parameter.grad is not None:
                 self.state[parameter]["step"] += 1 if skip is None else 1 - skip
@@ -123,19 +129,18 @@ class AdamW(torch.optim.Optimizer):
         }
         return self.state[parameter]
 
-    def update_on_host(self, blocks: list[RowBlock], group: dict, skip: Tensor | None) -> None:
-        """Update blocks [rows, ...] whose states are on the host there, unless `skip` is 1."""
-        copies = [
-            block._replace(
-                weight=copy_to_host(block.weight), gradient=copy_to_host(block.gradient)
-            )
-            for block in blocks
-        ]
-        if blocks[0].weight.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        self.update(copies, group, skip)
-        for block, copy in zip(blocks, copies, strict=True):
-            block.weight.copy_(copy.weight, non_blocking=True)
+    def update_on_host(
+        self, batches: Iterator[list[RowBlock]], group: dict, skip: Tensor | None
+    ) -> None:
+        """Update lists of blocks [rows, ...] on the host, where their states are, unless `skip` is 1."""
+        # `pairwise` begins to copy the next list before it yields this one
+        coming = pairwise(chain(map(copy_blocks, batches), [None]))
+        for (blocks, copies, arrived), _ in coming:
+            if arrived:
+                arrived.synchronize()
+            self.update(copies, group, skip)
+            for block, copy in zip(blocks, copies, strict=True):
+                block.weight.copy_(copy.weight, non_blocking=True)
 
     def update(self, blocks: list[RowBlock], group: dict, skip: Tensor | None) -> None:
         """Update blocks [rows, ...] in place with torch's fused kernel, unless `skip` is 1."""
@@ -183,6 +188,23 @@ class AdamW(torch.optim.Optimizer):
         stored.copy_(value)
 
 
+def copy_blocks(
+    blocks: list[RowBlock],
+) -> tuple[list[RowBlock], list[RowBlock], torch.cuda.Event | None]:
+    """Begin to copy the weights and gradients of blocks [rows, ...] to the host.
+
+    Returns blocks and copies, and on CUDA when the copies are complete.
+    """
+    with beside(blocks[0].weight.device) as stream:
+        copies = [
+            block._replace(
+                weight=copy_to_host(block.weight), gradient=copy_to_host(block.gradient)
+            )
+            for block in blocks
+        ]
+        return blocks, copies, stream and stream.record_event()
+
+
 def split_rows(
     name: str, slices: Slices, step: Tensor, tensors: list[Tensor]
 ) -> Iterator[RowBlock]:
@@ -214,6 +236,23 @@ def group_by_size(blocks: Iterator[RowBlock]) -> Iterator[list[RowBlock]]:
             count = 0
     if batch:
         yield batch
+
+
+def kept_on_host(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Return the parameters whose states are on the host, but for averages of the weights."""
+    groups = [group for group in optimizer.param_groups if group.get("on_host")]
+    return {parameter for group in groups for parameter in group["params"]}
+
+
+def states_on_device(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the states, each [...], that are not kept on the host."""
+    away = kept_on_host(optimizer)
+    return [
+        state
+        for parameter, states in optimizer.state.items()
+        for key, state in states.items()
+        if isinstance(state, Tensor) and (key == "ema" or parameter not in away)
+    ]
 
 
 # --- stochastic rounding

@@ -49,7 +49,7 @@ def build_model(
             "model.path and lora.path need `fill` (see run/tasks/initial_weights.py)"
         )
     model = lay_out(partial(make_model, config), config, meshes)
-    check_fits(model, config, meshes.device, trained)
+    check_fits(model, config, meshes, trained)
     allocate(model, config, meshes.device)
     if meshes.device.type == "cpu":
         use_cpu_linears(model)

@@ -47,8 +47,10 @@ def make_optimizer(model: Module, optim: Optim) -> torch.optim.Optimizer:
     )
     if optim.name == "muon":
         products = TYPES[optim.newton_schulz]
-        groups.append(groups[0] | {"params": orthogonal, "newton_schulz": products})
-        return Muon(groups, states, **settings, **rounding)
+        # their products run on the device, where their momentum stays
+        own = {"params": orthogonal, "newton_schulz": products, "on_host": False}
+        groups.append(groups[0] | own)
+        return Muon(groups, states, **settings, **rounding, on_host=optim.offload)
     # torch's AdamW keeps states in the parameters' type, and rounds to the nearest number
     torch_states = all(
         (p.dtype == torch.bfloat16) == (optim.states == "bf16") for p in decayed + others

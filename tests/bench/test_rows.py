@@ -17,7 +17,7 @@ from minitrain.run.config.layout_checks import check_layout
 from minitrain.run.config.load import load, to_dict
 from minitrain.simulator import simulate
 from minitrain.training.build import make_model
-from tests.helpers.published import MXFP8, ROWS, SINGLE
+from tests.helpers.published import BRIDGE, OFFLOADED, ROWS, SINGLE
 
 REFERENCES = published_rows()
 CONFIG_OF = {reference["id"]: name for name, reference in REFERENCES.items()}
@@ -181,8 +181,8 @@ def test_rows_of_one_gpu_are_as_published(model, precision):
     check_layout(config, reference["gpus"])
 
 
-@pytest.mark.parametrize("row", MXFP8, ids=lambda row: row["config"])
-def test_rows_in_mxfp8_are_as_published(row):
+@pytest.mark.parametrize("row", BRIDGE, ids=lambda row: row["config"])
+def test_rows_of_megatron_bridge_are_as_published(row):
     """They are in no table that is counted."""
     file = CONFIGS / f"megatron-bridge/{row['config']}.yaml"
     config, reference = load(file), read_row(file)["reference"]
@@ -192,7 +192,8 @@ def test_rows_in_mxfp8_are_as_published(row):
     assert p.ep == row.get("ep", 1)
     assert (config.batch.global_, config.batch.micro) == (row["gbs"], row["mbs"])
     assert config.batch.seq_len == row["seq"]
-    assert (config.precision, config.fp8.form, row["precision"]) == ("fp8", "mx", "MXFP8")
+    form = {"MXFP8": "mx", "FP8-CS": "tensor"}[row["precision"]]
+    assert (config.precision, config.fp8.form) == ("fp8", form)
     # torch has grouped products in MXFP8 for compute capability 10.0 alone
     experts = bool(getattr(config.model.config, "num_experts", 0))
     assert config.fp8.experts == (experts and "300" not in row["system"])
@@ -201,9 +202,28 @@ def test_rows_in_mxfp8_are_as_published(row):
         assert reference[key] == row[key]
 
 
+@pytest.mark.parametrize("row", OFFLOADED, ids=lambda row: row["config"])
+def test_rows_with_and_without_offload_are_as_published(row):
+    """They are in no table that is counted."""
+    file = CONFIGS / f"prime-rl/{row['config']}.yaml"
+    config, reference = load(file), read_row(file)["reference"]
+    check_layout(config, row["gpus"])
+    assert (config.batch.seq_len, config.batch.micro) == (row["seq"], 1)
+    assert config.batch.global_ == 2 * row["gpus"] == 2 * config.parallel.dp_shard
+    assert config.recompute == {"Recompute": "full", "Offload": "full-offload"}[row["ac"]]
+    assert (config.lora and config.lora.rank) == row["lora"]
+    assert reference["tokens_per_sec_per_gpu"] * row["gpus"] == row["tokens_per_s"]
+    for key in ("id", "system", "gpus"):
+        assert reference[key] == row[key]
+
+
 def one_gpu_rows() -> dict[str, dict]:
     rows = {name: tree["reference"] for name, tree in row_trees().items()}
-    return {name: row for name, row in rows.items() if row["gpus"] == 1}
+    return {
+        name: row
+        for name, row in rows.items()
+        if row["gpus"] == 1 and not name.startswith("prime-rl/")
+    }
 
 
 def test_rows_of_one_gpu_are_listed_but_not_counted():
@@ -400,7 +420,7 @@ def test_a_row_of_ones_own_is_listed_simulated_and_compared_but_not_counted(
 
 
 def test_a_published_row_in_flow_style_is_found_by_its_id(tmp_path, monkeypatch):
-    text = MINE.replace("{source: my cluster", '{id: "mine-1", source: NeMo AutoModel, a table')
+    text = MINE.replace("{source: my cluster", '{id: "mine-1", source: "NeMo AutoModel, a table"')
     (tmp_path / "configs/own").mkdir(parents=True)
     (tmp_path / "configs/own/mine.yaml").write_text(text)
     (tmp_path / "edited.yaml").write_text(text.replace("seq_len: 64", "seq_len: 32"))

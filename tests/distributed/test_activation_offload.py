@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minitrain.data.datasets import open_dataset
 from minitrain.models.layers import rotary_tables
 from minitrain.parallel import activation_offload as offload
+from minitrain.parallel.recompute import recompute
 from minitrain.parallel.shards import to_local
 from minitrain.run.config.load import from_dict
 from minitrain.run.launch.start import start
+from minitrain.training import build, footprint
 from minitrain.training.loop import Trainer
 from tests.helpers.layouts import TREE, combine
 from tests.helpers.oracle import plain_model
@@ -108,13 +110,33 @@ LORA = {"lora": {"rank": 4, "dropout": 0.1}}
 )
 def test_gradients_are_the_same_to_the_bit(pool, tree):
     count = 4 if {"tp", "dp_shard"} <= {k for k, n in tree["parallel"].items() if n == 2} else 2
-    results = [pool.run(count, trained, tree | {"recompute": way}) for way in ("none", "offload")]
+    compare(pool, count, tree, "none", "offload")
+
+
+def compare(pool, count, tree, *ways):
+    """Losses and gradients of two settings of recompute, of which the second alone moves storages."""
+    results = [pool.run(count, trained, tree | {"recompute": way}) for way in ways]
     for plain, (losses, gradients, moved) in zip(*results, strict=True):
         assert moved and not plain[2]
         assert losses == plain[0]
         for one, other in zip(gradients, plain[1], strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        combine("fsdp", "accumulation"),
+        combine("pp", "accumulation"),
+        combine("fsdp") | LORA,
+        TREE | {"model": "qwen3-30b-a3b-tiny", "parallel": {"ep": 2}},
+        TREE | {"compile": True, "precision": "bf16", "parallel": {}},
+    ],
+    ids=str,
+)
+def test_blocks_that_recompute_keep_their_input_on_the_host(pool, tree):
+    compare(pool, 2 if tree["parallel"] else 1, tree, "full", "full-offload")
 
 
 class Living(TorchDispatchMode):
@@ -141,7 +163,7 @@ class Living(TorchDispatchMode):
 def model_of(setting, layers=4, **model):
     config = from_dict({"model": TREE["model"] | {"num_layers": layers} | model})
     model = plain_model(config)
-    offload.offload(model.blocks) if setting == "offload" else None
+    recompute(model.blocks, setting)
     return model
 
 
@@ -172,6 +194,9 @@ def test_the_device_holds_two_blocks_however_many_there_are():
     assert moved[2] - moved[1] < 0.05 * block
     # three blocks take the most with all of two, and with the one at work
     assert moved[2] < plain[0] + 0.5 * block
+    again, inputs = ([most_bytes(way, n) for n in (6, 9)] for way in ("full", "full-offload"))
+    assert again[1] - again[0] == 3 * 2 * 128 * 64 * 4
+    assert inputs[1] == inputs[0]
 
 
 def test_what_blocks_share_and_weights_stay():
@@ -202,7 +227,7 @@ def test_nothing_is_left_after_many_steps_or_an_exception():
     tokens = torch.arange(8)[None]
     with moving():
         moves = offload.copy_to_host
-        for _ in range(200):
+        for _ in range(1_000):
             model(tokens).sum().backward()
             assert not moves.alive
         expected = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -243,3 +268,29 @@ def test_several_passes_may_wait_for_their_backward_passes_in_any_order():
         losses[number].backward(retain_graph=True)
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+FAMILIES = [
+    {"model": "llama3-8b-tiny"},
+    {"model": "llama3-8b-tiny", "lora": {"rank": 4}},
+    {"model": "qwen3-30b-a3b-tiny"},
+    {"model": "gpt-oss-20b-tiny"},
+    {"model": "deepseek-v3-tiny"},
+    {"model": "nemotron3-nano-30b-a3b-tiny"},
+]
+
+
+@pytest.mark.parametrize("tree", FAMILIES, ids=str)
+def test_what_blocks_save_at_least(tree):
+    """What a refusal reckons is below what goes to the host, and not far below."""
+    batch = {"global": 1, "micro": 1, "seq_len": 64}
+    config = from_dict(tree | {"batch": batch})
+    model = build.make_model(config).to_empty(device="cpu")
+    build.initialize(model, 0)
+    offload.offload(model.blocks)
+    with moving():
+        loss = model(torch.arange(64)[None] % 128)
+        taken = offload.copy_to_host.alive
+        del loss
+    least = footprint.least_activations(model, config, "offload")
+    assert 0.2 * taken < least < taken

@@ -13,13 +13,13 @@ from tests.helpers.lag import STEPS, check_log_probs, responses, run, tree_of
 
 def run_apart(tree, folder, saves):
     """A run whose samplers take at most 3 steps while others train, so that responses are unfinished then."""
-    fly = RolloutWorker.fly
+    decode_until = RolloutWorker.decode_until
 
-    def fly_briefly(self, done):
+    def decode_briefly(self, done):
         steps = count()
-        fly(self, lambda: done() or next(steps) == 3)
+        decode_until(self, lambda: done() or next(steps) == 3)
 
-    with patch.object(RolloutWorker, "fly", fly_briefly):
+    with patch.object(RolloutWorker, "decode_until", decode_briefly):
         lines, weights, _ = run(tree, folder, saves)
     return lines, weights
 

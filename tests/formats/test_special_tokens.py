@@ -484,10 +484,13 @@ def test_settings_that_change_training_in_transformers_are_told(tmp_path, family
     """By brute force: does its loss in training differ from what the same weights give otherwise?"""
     theirs = build(family, **changes)
     theirs.save_pretrained(tmp_path)
+    # transformers fails where it is to balance experts of a Granite without any
+    dense = getattr(theirs.config, "num_local_experts", 1) == 0
+    options = dict(output_router_logits=False) if dense else {}
     tokens = random_tokens(2, 24)
     with torch.no_grad():
         plain = next_token_loss(theirs(tokens).logits, tokens)
-        trained = reload(tmp_path).train()(tokens, labels=tokens).loss
+        trained = reload(tmp_path, **options).train()(tokens, labels=tokens).loss
     told = not_trained_with(read_config(tmp_path))
     assert bool(told) == (abs(trained - plain) > 1e-5), told
 

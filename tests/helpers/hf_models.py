@@ -15,6 +15,8 @@ from transformers import (
     Glm4MoeConfig,
     GPT2Config,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MixtralConfig,
@@ -56,6 +58,12 @@ def theta_of(theta: float) -> dict:
     return dict(rope_type="default", rope_theta=theta)
 
 
+_MULTIPLIERS = dict(
+    embedding_multiplier=3.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.6,
+    logits_scaling=2.5,
+)
 CONFIGS = {
     "llama3": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3, rope_parameters=theta_of(500.0)),
     "llama3.1": lambda: LlamaConfig(
@@ -76,6 +84,9 @@ CONFIGS = {
         tie_word_embeddings=False,
         rope_parameters=theta_of(1000.0),
         pad_token_id=None,
+    ),
+    "granite": lambda: GraniteConfig(
+        **_SIZES, **_MULTIPLIERS, rms_norm_eps=1e-3, rope_parameters=theta_of(1000.0)
     ),
     "nemotron": lambda: NemotronConfig(**_SIZES, norm_eps=1e-3, partial_rotary_factor=0.5),
 }
@@ -217,6 +228,21 @@ _HYBRID = dict(
     eos_token_id=2,
     time_step_min=1e-30,
 )
+_GRANITE4 = (
+    _SIZES
+    | _MULTIPLIERS
+    | dict(
+        num_hidden_layers=3,
+        shared_intermediate_size=56,
+        mamba_n_heads=8,
+        mamba_d_head=12,
+        mamba_n_groups=2,
+        mamba_d_state=16,
+        mamba_d_conv=3,
+        mamba_chunk_size=32,
+        rms_norm_eps=1e-3,
+    )
+)
 # transformers 5.24 uses time_step_min only
 BOUNDED = dict(time_step_min=0.6, time_step_limit=(0.6, math.inf))
 HYBRID_CONFIGS = {
@@ -228,6 +254,25 @@ HYBRID_CONFIGS = {
         **_HYBRID | BOUNDED, n_groups=2, norm_topk_prob=False
     ),
     "nemotron_h-wide-heads": lambda: NemotronHConfig(**_HYBRID | dict(head_dim=128), n_groups=2),
+    "granite-4": lambda: GraniteMoeHybridConfig(
+        **_GRANITE4,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=8,
+        num_experts_per_tok=3,
+    ),
+    "granite-4-dense": lambda: GraniteMoeHybridConfig(
+        **_GRANITE4,
+        layer_types=["full_attention"] * 3,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        rope_parameters=theta_of(1000.0),
+    ),
+    "granite-4-least-dt": lambda: GraniteMoeHybridConfig(
+        **_GRANITE4,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=0,
+        time_step_limit=(0.6, math.inf),
+    ),
     "gpt2": lambda: GPT2Config(
         vocab_size=96,
         n_embd=48,

@@ -33,6 +33,7 @@ SECOND = System(
     domain=8,
     network=0.5,
     host_link=50e9,
+    host_memory=1,
     latency=0,
     far_latency=0,
     gemm_tiles=1,

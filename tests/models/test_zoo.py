@@ -29,6 +29,7 @@ PUBLISHED_PARAMETERS = {
     "smollm3-3b": 3_075_098_624,
     "olmo3-7b": 7_298_011_136,
     "olmo3-32b": 32_233_522_176,
+    "granite-3.3-8b": 8_170_864_640,
     "nemotron4-15b": 15_628_775_424,
     "nemotron4-340b": 341_029_195_776,
     "mixtral-8x7b": 46_702_792_704,
@@ -47,6 +48,10 @@ PUBLISHED_PARAMETERS = {
     "gpt-oss-120b": 116_829_156_672,
     "nemotron3-nano-30b-a3b": 31_577_937_344,
     "nemotron3-super-120b-a12b": 120_668_687_360,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "granite-4.0-h-small": 32_207_337_984,
+    "granite-4.0-h-micro": 3_191_396_096,
+    "granite-4.0-micro": 3_402_836_480,
     "gpt3-175b": 174_604_259_328,
 }
 # As on the hub, without what says nothing about the shape (use_cache, transformers_version, ...).
@@ -420,7 +425,7 @@ PUBLISHED_CONFIGS = {
 QUIRKS = {
     field.name for field in dataclasses.fields(DecoderConfig) if field.type in (bool, str, float)
 }
-QUIRKS = QUIRKS - {"layer_pattern", "initializer_range"} | {
+QUIRKS = QUIRKS - {"layer_pattern", "initializer_range", "attention_multiplier"} | {
     "max_position_embeddings",
     "conv_kernel",
 }
@@ -467,6 +472,7 @@ def test_tiny_twin_is_small_and_keeps_the_quirks(name):
     assert grouped[0] == grouped[1]
     assert set(tiny.layer_pattern) == set(full.layer_pattern)
     for key in (
+        "attention_multiplier",
         "moe_latent_size",
         "kv_lora_rank",
         "sliding_window",

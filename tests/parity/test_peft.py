@@ -51,6 +51,8 @@ CASES = {  # family: Linears, parameters
     "qwen3-moe": (["o_proj"], ["mlp.experts.down_proj"]),
     "deepseek-v3": (["kv_a_proj_with_mqa", "q_b_proj"], ["experts.gate_up_proj"]),
     "nemotron_h": (r".*\.(q_proj|in_proj)", ["experts.up_proj", "experts.down_proj"]),
+    "granite": (LINEARS, None),
+    "granite-4": (["q_proj", "o_proj", "in_proj", "out_proj"], None),
     "nemotron_h-latent": (
         ["q_proj", "in_proj", "fc1_latent_proj"],
         ["experts.up_proj", "experts.down_proj"],

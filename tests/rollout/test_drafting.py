@@ -73,7 +73,7 @@ def disturbed(model: Decoder, by: float = 0.02) -> Decoder:
 
 def draft_for(model: Decoder) -> Decoder:
     """As `disturbed`; for a hybrid, a model of attention alone."""
-    if "M" not in model.config.layer_pattern:
+    if not model.config.is_recurrent:
         return disturbed(model)
     return make("qwen3-32b", vocab_size=model.config.vocab_size).to(model.head_weight.dtype)
 

@@ -270,6 +270,19 @@ def test_pages_that_memory_has_no_room_for(monkeypatch):
         )
 
 
+def test_pools_of_one_cpu_fit_it_together(monkeypatch):
+    """Of three ranks, which make their pools one after the other."""
+    page = 4 * 2 * 4 * 16 * 4 * 4  # bytes, as above
+    model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    sampler = Sampler(model, settings=Rollout(page_size=4, memory=0.9))
+    counts = []
+    monkeypatch.setattr(capacity, "free_memory", lambda device: (60 - sum(counts)) * page)
+    for _ in range(3):
+        counts.append(pages_of(sampler))
+    assert counts == [18, 12, 9]
+
+
 def test_steps_in_a_row_take_buffers_for_no_more_than_there_are_positions():
     sampler = Sampler(
         make("qwen3-32b", max_position_embeddings=16),

@@ -209,13 +209,19 @@ def test_weights_and_parameters_by_hand(name):
     projections = (
         c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
     )
-    assert work.weights == c.num_layers * (mlp + projections) + c.vocab_size * c.hidden_size
+    # inputs of its scan, and one dt for each head
+    width, shared = c.mamba_num_heads * c.mamba_head_dim, 2 * c.mamba_n_groups * c.ssm_state_size
+    mamba = c.hidden_size * (2 * width + shared + c.mamba_num_heads) + width * c.hidden_size
+    scans = c.layer_pattern.count("m")
+    mixers = (c.num_layers - scans) * projections + scans * mamba
+    assert work.weights == c.num_layers * mlp + mixers + c.vocab_size * c.hidden_size
     biases = c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads) if c.qkv_bias else 0
     if c.mlp == "gelu":  # GPT-3: biases everywhere, learned positions
         biases += 2 * c.hidden_size + c.intermediate_size
     norms = (2 * c.num_layers + 1) * c.hidden_size * (1 if c.norm == "rmsnorm" else 2)
     heads = c.num_attention_heads + c.num_key_value_heads if c.qk_norm_over_heads else 2
     small = c.num_layers * (biases + (heads * c.head_dim if c.qk_norm else 0)) + norms
+    small += scans * ((width + shared) * (c.conv_kernel + 1) + width + 3 * c.mamba_num_heads)
     lookups = 0 if c.tie_word_embeddings else c.vocab_size
     lookups += c.max_position_embeddings if c.position_embedding == "learned" else 0
     assert work.parameters == work.weights + lookups * c.hidden_size + small

@@ -31,7 +31,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H800", 989e12),
         ("NVIDIA B200", 2250e12),
+        ("NVIDIA B300 SXM6 AC", 2250e12),
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA GB300", 2500e12),
     ],
@@ -41,6 +44,50 @@ def test_peaks_by_device_name(name, bf16):
     assert (
         peak_flops(name, torch.float8_e4m3fn) == peak_flops(name, torch.float8_e5m2) == 2 * bf16
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "bf16", "fp32", "clock", "has_fp8"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 108, 2048, 128, 1.41e9, False),
+        ("NVIDIA A40", 84, 1024, 256, 1.74e9, False),
+        ("NVIDIA A10", 72, 1024, 256, 1.695e9, False),
+        ("NVIDIA RTX A6000", 84, 1024, 256, 1.8e9, False),
+        ("NVIDIA GeForce RTX 3090", 82, 512, 256, 1.695e9, False),
+        ("NVIDIA L4", 58, 1024, 256, 2.04e9, True),
+        ("NVIDIA L40", 142, 512, 256, 2.49e9, True),
+        ("NVIDIA L40S", 142, 1024, 256, 2.505e9, True),
+        ("NVIDIA RTX 6000 Ada Generation", 142, 1024, 256, 2.505e9, True),
+        ("NVIDIA GeForce RTX 4090", 128, 512, 256, 2.52e9, True),
+        ("NVIDIA GeForce RTX 5090", 170, 512, 256, 2.407e9, True),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 188, 1024, 256, 2.617e9, True),
+        ("AMD Instinct MI300X", 304, 2048, 256, 2.1e9, True),
+        ("AMD Instinct MI325X", 304, 2048, 256, 2.1e9, True),
+        ("AMD Instinct MI355X", 256, 4096, 256, 2.4e9, True),
+    ],
+)
+def test_peaks_are_units_times_operations_times_clock(name, units, bf16, fp32, clock, has_fp8):
+    """FLOPs per clock and multiprocessor, or compute unit, at the boost clock; FP8 doubles those of bf16."""
+
+    def peak(operations):
+        return pytest.approx(units * operations * clock, rel=0.03)
+
+    assert peak_flops(name, torch.bfloat16) == peak(bf16)
+    assert peak_flops(name, torch.float8_e4m3fn) == (peak(2 * bf16) if has_fp8 else None)
+    assert peak_flops(name, torch.float32) == peak(fp32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA RTX A4000",
+        "NVIDIA A10G",
+    ],
+)
+def test_other_gpus_with_alike_names_have_no_peak(name):
+    assert peak_flops(name, torch.bfloat16) is None
 
 
 def test_plain_fp32_peaks():

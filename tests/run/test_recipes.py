@@ -45,6 +45,9 @@ RECIPES = {
     "dpo": ["epochs=0"],
     "reward-model": ["epochs=0"],
     "full-8b-8gpu": [],
+    "full-8b-80gb": [],
+    # in the tests' fp32 there is nothing to round
+    "full-1b-12gb": ["optim.stochastic_rounding=false"],
     "pretrain-tokens": [
         "model={name: llama3.1-8b-tiny, vocab_size: 258}",
         "data.document_end=257",
@@ -81,7 +84,12 @@ def downloads(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     torch.manual_seed(0)
-    for name in ("qwen2.5-7b-instruct", "llama3.1-8b-instruct", "llama3.1-8b"):
+    for name in (
+        "qwen2.5-7b-instruct",
+        "llama3.1-8b-instruct",
+        "llama3.1-8b",
+        "llama3.2-1b-instruct",
+    ):
         twin = "qwen2.5-7b-tiny" if name.startswith("qwen") else "llama3.1-8b-tiny"
         ids = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 257}
         save_pretrained(Decoder(model_config(twin, **ids)), f"models/{name}")

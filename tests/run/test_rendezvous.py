@@ -9,10 +9,13 @@ from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from minitrain.errors import InputError
+from minitrain.run.config.load import from_dict
 from minitrain.run.launch import rendezvous
+from minitrain.run.launch import start as starting
 from minitrain.run.launch.start import let_segments_grow
 
 pytestmark = pytest.mark.skipif(
@@ -87,3 +90,21 @@ def test_segments_grow_unless_the_user_has_said_how(monkeypatch, name):
         else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_cudnn_attention_is_used_if_the_config_says_so(monkeypatch, wanted):
+    """On a machine without a GPU, and without starting a process group."""
+    monkeypatch.setattr(starting, "pick_device", lambda setting: torch.device("cuda"))
+    for name in ("check_device", "let_segments_grow", "meshes_of"):
+        monkeypatch.setattr(starting, name, Mock())
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(not wanted)
+        starting.start(from_dict({"model": "llama3-8b-tiny", "cudnn_attention": wanted}))
+        assert torch.backends.cuda.cudnn_sdp_enabled() == wanted
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)

@@ -328,12 +328,6 @@ def test_a_step_waits_for_its_slowest_rank():
         assert (found.slowest, found.step) == pytest.approx((waits, 3 + waits + 2))
 
 
-def test_copies_to_the_host_are_refused():
-    config = configs.from_dict({"recompute": "offload"})
-    with pytest.raises(InputError, match="recompute=offload is not simulated"):
-        time_traces(config, {}, load_system("dgx-h100"))
-
-
 def test_experts_in_fp32_are_refused():
     config = configs.from_dict(TREE | {"model": "mixtral-8x7b-tiny", "precision": "fp32"})
     with pytest.raises(InputError, match="precision=fp32 is not simulated for experts"):

@@ -3,9 +3,12 @@
 import os
 import re
 import subprocess
+import time
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._inductor.exc import InvalidCxxCompiler
 
 from minitrain.data.datasets import open_dataset
@@ -99,8 +102,24 @@ def test_free_memory(monkeypatch, tmp_path):
     (tmp_path / "memory/memory.limit_in_bytes").write_text("4096\n")
     footprint.OWN_GROUPS.write_text("0::/slurm/job/step\n")
     assert footprint.free_memory(CPU) == 8192
+    # used, but for file caches, of which some are anonymous
+    (tmp_path / "slurm/job/memory.current").write_text("5000\n")
+    assert footprint.free_memory(CPU) == 3192
+    stat = "anon 3000\ninactive_file 1500\nactive_file 500\nfile 4000\n"
+    (tmp_path / "slurm/job/memory.stat").write_text(stat)
+    assert footprint.free_memory(CPU) == 8192 - 3000
+    # the step's own limit is lower, but less of it is used
+    (tmp_path / "slurm/job/step/memory.max").write_text("7000\n")
+    (tmp_path / "slurm/job/step/memory.current").write_text("1000\n")
+    assert footprint.free_memory(CPU) == 8192 - 3000
     footprint.OWN_GROUPS.write_text("4:memory:/docker/not-seen-from-within\n")
     assert footprint.free_memory(CPU) == 4096
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("4000\n")
+    stat = "inactive_file 1\nactive_file 1\ntotal_inactive_file 700\ntotal_active_file 300\n"
+    (tmp_path / "memory/memory.stat").write_text(stat)
+    assert footprint.free_memory(CPU) == 1096
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("9000\n")
+    assert footprint.free_memory(CPU) == 0
 
 
 def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
@@ -112,9 +131,50 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
         build.build_model(config, start(config))
     assert str(caught.value) == (
         "119.7 GiB (weights 29.9, gradients 29.9, optimizer states 59.8) are needed on a rank, and 80.0 are free on "
-        "its CPU (use precision=bf16-pure optim.states=bf16 (59.8), lora.rank=16 precision=bf16 (15.0), 2 ranks that "
+        "its CPU (use precision=bf16-pure optim.states=bf16 (59.8), lora.rank=16 precision=bf16 (15.0), 2 hosts that "
         "share them, or a smaller model)"
     )
+
+
+def built_beside_others(folder, room) -> str:
+    """What a rank is told that builds beside another one, and comes to it when that one is done if it can be."""
+
+    def free(device):
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        return room - sum(int(file.read_text()) for file in folder.glob("rank-*"))
+
+    def allocate(model, config, device):
+        size = sum(to_local(p).nbytes for p in model.parameters())
+        (folder / f"rank-{dist.get_rank()}").write_text(str(16 * size // 4))
+        raise InputError(f"{size} bytes are taken")
+
+    config = configs.from_dict(
+        {"model": TINY, "batch": BATCH, "device": "cpu", "parallel": {"pp": 2}}
+    )
+    with (
+        mock.patch.object(footprint, "free_memory", free),
+        mock.patch.object(build, "allocate", allocate),
+    ):
+        try:
+            build.build_model(config, start(config))
+        except InputError as error:
+            return str(error)
+
+
+def test_ranks_of_a_host_share_its_memory(pool, tmp_path):
+    """Stages of other sizes: what both take is free, or one byte less is, whoever looks last."""
+    config = configs.from_dict({"model": TINY, "batch": BATCH})
+    need = 16 * sum(p.numel() for p in empty_model(config.model.config).parameters())
+    model = empty_model(config.model.config)
+    need += footprint.least_activations(model, config, "none")
+    enough, short = tmp_path / "enough", tmp_path / "short"
+    enough.mkdir()
+    short.mkdir()
+    said = pool.run(2, built_beside_others, enough, need)
+    assert all("bytes are taken" in text for text in said) and said[0] != said[1]
+    said = pool.run(2, built_beside_others, short, need - 1)
+    assert all("are free on its CPU, which 2 ranks share (use" in text for text in said)
 
 
 def test_train_says_first_what_it_is_about_to_do(tmp_path):

@@ -104,6 +104,22 @@ DENSE: dict[str, dict] = {
     ),
     "olmo3-7b": _OLMO3 | size(4096, 11008, 32, 32, num_key_value_heads=32),
     "olmo3-32b": _OLMO3 | size(5120, 27648, 64, 40, num_key_value_heads=8),
+    "granite-3.3-8b": size(4096, 12800, 40, 32)
+    | dict(
+        family="granite",
+        vocab_size=49159,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope_theta=1e7,
+        embedding_multiplier=12.0,
+        attention_multiplier=1 / 128,
+        residual_multiplier=0.22,
+        logits_scaling=16.0,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
     "nemotron4-15b": _NEMOTRON4
     | size(6144, 24576, 32, 48, head_dim=128, initializer_range=0.0134),
     "nemotron4-340b": _NEMOTRON4

@@ -1,5 +1,7 @@
 """The shapes of published hybrids: attention, and layers that carry a state."""
 
+from minitrain.models.published import size
+
 _NEMOTRON3 = dict(
     family="nemotron_h",
     vocab_size=131072,
@@ -18,6 +20,23 @@ _NEMOTRON3 = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
+_GRANITE4 = dict(
+    family="granitemoehybrid",
+    vocab_size=100352,
+    max_position_embeddings=131072,
+    norm_eps=1e-5,
+    initializer_range=0.1,
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    mamba_head_dim=64,
+    mamba_n_groups=1,
+    ssm_state_size=128,
+    mamba_chunk_size=256,
+    tie_word_embeddings=True,
+    bos_token_id=100257,
+    eos_token_id=100257,
+)
+_GRANITE4_HYBRID = _GRANITE4 | dict(position_embedding="none", layer_pattern="mmmmmammmm" * 4)
 
 HYBRIDS: dict[str, dict] = {
     "nemotron3-nano-30b-a3b": _NEMOTRON3
@@ -48,4 +67,32 @@ HYBRIDS: dict[str, dict] = {
         moe_latent_size=1024,
         routed_scaling_factor=5.0,
     ),
+    "granite-4.0-h-tiny": _GRANITE4_HYBRID
+    | size(1536, 512, 40, 12, num_key_value_heads=4, head_dim=128)
+    | dict(
+        mamba_num_heads=48,
+        attention_multiplier=1 / 128,
+        logits_scaling=6.0,
+        num_experts=64,
+        num_experts_per_tok=6,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=1024,
+    ),
+    "granite-4.0-h-small": _GRANITE4_HYBRID
+    | size(4096, 768, 40, 32, num_key_value_heads=8, head_dim=128)
+    | dict(
+        mamba_num_heads=128,
+        attention_multiplier=1 / 128,
+        logits_scaling=16.0,
+        num_experts=72,
+        num_experts_per_tok=10,
+        moe_intermediate_size=768,
+        shared_expert_intermediate_size=1536,
+    ),
+    "granite-4.0-h-micro": _GRANITE4_HYBRID
+    | size(2048, 8192, 40, 32, num_key_value_heads=8, head_dim=64)
+    | dict(mamba_num_heads=64, attention_multiplier=1 / 64, logits_scaling=8.0),
+    "granite-4.0-micro": _GRANITE4
+    | size(2560, 8192, 40, 40, num_key_value_heads=8, head_dim=64)
+    | dict(rope_theta=1e7, mamba_num_heads=80, attention_multiplier=1 / 64, logits_scaling=10.0),
 }

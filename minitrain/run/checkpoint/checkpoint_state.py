@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from minitrain.errors import InputError
 from minitrain.parallel.agreement import gather
 from minitrain.parallel.shards import cut_slices, full_slice
+from minitrain.training.adamw import kept_on_host
 
 # a checkpoint's index: name -> shape and dtype
 Saved = dict[str, TensorStorageMetadata]
@@ -70,10 +71,10 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
     Their names are `parameter name/key`. A tensor with its parameter's shape is sharded like it; its
     dtype is that of `optimizer.defaults["states"]`, otherwise the parameter's, and fp32 for averages.
     Loading converts to that dtype. All others are scalars, such as Adam's step. All are on the
-    weights' device, as fused kernels need them, or on the host with `optimizer.defaults["on_host"]`,
-    except averages.
+    weights' device, as fused kernels need them, or where `kept_on_host` says.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    away = kept_on_host(optimizer)
     optimizer.state.clear()
     tensors = {}
     for entry, stored in saved.items():
@@ -81,8 +82,7 @@ def prepare_optimizer(optimizer: Optimizer, model: Module, saved: Saved) -> dict
         if not key or name not in parameters:
             continue
         parameter = parameters[name]
-        on_host = optimizer.defaults.get("on_host") and key != "ema"
-        device = "cpu" if on_host else parameter.device
+        device = "cpu" if parameter in away and key != "ema" else parameter.device
         if stored.size == parameter.shape:
             dtype = optimizer.defaults.get("states", parameter.dtype)
             if key == "ema":

@@ -109,8 +109,8 @@ def _value_faults(c: Config) -> Faults:
     # with a smaller eps, weights without a gradient would be updated by 0 / 0
     yield o.name != "sgd" and o.eps < 1e-30, f"optim.eps={o.eps} must be at least 1e-30"
     yield (
-        o.name != "adamw" and o.offload,
-        f"optim.offload=true is for optim.name=adamw, not {o.name} (leave it out)",
+        o.name == "sgd" and o.offload,
+        "optim.offload=true is for optim.name=adamw or muon, not sgd, which has no states (leave it out)",
     )
     shards = c.parallel.dp_shard
     yield (
@@ -128,8 +128,8 @@ def _value_faults(c: Config) -> Faults:
     )
     yield (
         isinstance(c.recompute, int) and c.recompute < 2,
-        f"recompute={c.recompute} must be none, full, attention, selective, offload or a whole number of at least 2 "
-        f"(every n-th block)",
+        f"recompute={c.recompute} must be none, full, attention, selective, offload, full-offload or a whole number "
+        f"of at least 2 (every n-th block)",
     )
     yield (
         c.grpo.generation_ranks and c.task != "grpo",

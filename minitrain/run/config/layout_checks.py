@@ -14,7 +14,7 @@ def context_faults(config: Config) -> Faults:
     length = config.batch.seq_len
     groups = model.mamba_n_groups
     yield (
-        "M" in model.layer_pattern and groups % (p.cp * p.tp),
+        model.is_recurrent and groups % (p.cp * p.tp),
         f"parallel.cp={p.cp} x tp={p.tp} does not divide mamba_n_groups={groups} "
         f"(use cp={alternatives(divisors(groups // p.tp))})",
     )

@@ -22,18 +22,33 @@ from minitrain.models import cpu
 from minitrain.models.fp8 import choose_scaled_mm
 from minitrain.settings import Config
 
-# (part of the GPU's name, dense bf16, fp32 without TF32) in FLOP/s, from NVIDIA's datasheets. The
-# first match counts, so GB200 is before B200. Blackwell's fp32 is unknown: datasheets differ, from 75
-# to 90 TFLOP/s. The simulator uses rates that kernels reach instead, see bench/systems.yaml.
+# (words of the GPU's or system's name, dense bf16, FP8 and fp32 without TF32) in FLOP/s: the vendors'
+# datasheets, and for GeForce and RTX the appendices of NVIDIA's architecture whitepapers, all with
+# accumulation in fp32. The first match counts. None: the GPU has no FP8, or, of Blackwell's fp32,
+# datasheets differ, from 75 to 90 TFLOP/s. The simulator uses rates that kernels reach instead, see
+# bench/systems.yaml.
 PEAKS = (
-    ("H100 PCIe", 756e12, 51e12),
-    ("H100 NVL", 835e12, 60e12),
-    ("H200 NVL", 835e12, 60e12),
-    ("H100", 989e12, 67e12),
-    ("H200", 989e12, 67e12),
-    ("GB300", 2500e12, None),
-    ("GB200", 2500e12, None),
-    ("B200", 2250e12, None),
+    ("H100 PCIe|H800 PCIe", 756e12, 1512e12, 51e12),
+    ("H100 NVL|H200 NVL", 835e12, 1670e12, 60e12),
+    ("H100|H200|H800|GH200", 989e12, 1978e12, 67e12),
+    ("H20", 148e12, 296e12, 44e12),
+    ("GB200|GB300", 2500e12, 5000e12, None),
+    ("B200|B300", 2250e12, 4500e12, None),
+    ("A100|A800", 312e12, None, 19.5e12),
+    ("A40", 149.7e12, None, 37.4e12),
+    ("A10", 125e12, None, 31.2e12),
+    ("L40S", 362e12, 733e12, 91.6e12),
+    ("L40", 181e12, 362e12, 90.5e12),
+    ("L4", 121e12, 242.5e12, 30.3e12),
+    ("RTX PRO 6000 Blackwell Workstation Edition", 503.8e12, 1007.6e12, 126e12),
+    ("RTX 6000 Ada Generation", 364.2e12, 728.5e12, 91.1e12),
+    ("RTX A6000", 154.8e12, None, 38.7e12),
+    # not their laptop and D versions
+    ("RTX 5090$", 209.5e12, 419e12, 104.8e12),
+    ("RTX 4090$", 165.2e12, 330.3e12, 82.6e12),
+    ("RTX 3090$", 71e12, None, 35.6e12),
+    ("MI300X|MI325X", 1307.4e12, 2614.9e12, 163.4e12),
+    ("MI355X", 2516.6e12, 5033.2e12, 157.3e12),
 )
 
 # sequence length of the attention that is timed on CUDA
@@ -48,14 +63,14 @@ LINUX_STATUS = Path("/proc/self/status")
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Return the peak dense FLOP/s of a GPU by the name of the device or system; None if unknown.
 
-    FP8's is twice bf16's; fp32's is without TF32.
+    fp32's is without TF32.
     """
-    for part, bf16, fp32 in PEAKS:
-        if part in name:
+    for words, bf16, fp8, fp32 in PEAKS:
+        if re.search(rf"\b({words})\b", name):
             rates = {
                 torch.bfloat16: bf16,
-                torch.float8_e4m3fn: 2 * bf16,
-                torch.float8_e5m2: 2 * bf16,
+                torch.float8_e4m3fn: fp8,
+                torch.float8_e5m2: fp8,
                 torch.float32: fp32,
             }
             return rates.get(dtype)
