@@ -586,8 +586,8 @@ def test_resume_takes_the_problems_that_come_next(pool, tmp_path, lag):
 
 
 def run_watched(tree, folder, steps):
-    """`run_policy`, and which of the optimizer's, the reference's and the sampler's tensors are there whenever one begins to
-    sample, to compute log-probabilities, to train or to save."""
+    """`run_policy`, and which of the optimizer's, the reference's and the sampler's tensors are there whenever one
+    begins to sample, to compute log-probabilities, to train or to save."""
     runs, held, init = [], [], GrpoTask.__init__
 
     def remember(self, *arguments):
