@@ -17,7 +17,7 @@ from minitrain.commands import merge
 from minitrain.data.chat.preferences import Pairs
 from minitrain.data.datasets import open_dataset
 from minitrain.formats.config_hf import export_fault, exportable
-from minitrain.formats.gpt2 import to_stored
+from minitrain.formats.layouts_hf import all_to_stored
 from minitrain.run.config import load as configs
 from minitrain.run.tasks.reward_model import reward_model
 from minitrain.settings import DPO
@@ -66,7 +66,8 @@ def test_logits_gradients_and_files_are_those_of_transformers(tmp_path, family):
     tokens = random_tokens(1, 40)
     if family == "gpt2":
         compare_and_differentiate(ours(tokens)[:, -1], theirs(tokens).logits)
-        found = dict(to_stored((name, p.grad) for name, p in ours.named_parameters()))
+        gradients = ((name, p.grad) for name, p in ours.named_parameters())
+        found = dict(all_to_stored(gradients, ours.config))
         expected = {name: p.grad for name, p in theirs.named_parameters()}
         check_close([found], expected, 1e-3, "gradients")
     else:
