@@ -60,7 +60,7 @@ BUDGETS = {
     "bench": 16_800,
     "simulator": 21_300,
     "examples": 4_500,
-    "commands": 12_750,
+    "commands": 12_950,
     "generate": 60,
     "merge": 60,
     "train": 60,
