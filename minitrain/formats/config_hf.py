@@ -201,7 +201,10 @@ def _refuse_unsupported(raw: dict, family: Family) -> None:
     given = given if isinstance(given, list) else [given]
     kinds = ["full_attention"]
     if "sliding_window" in family.fields:
-        kinds = ["sliding_attention"] * (family.field("sliding_window_pattern") - 1) + kinds
+        key = "sliding_window_pattern"
+        every = read_number(raw, key) if key in family.fields else family.field(key)
+        # a list need not be longer than the one that is given
+        kinds = ["sliding_attention"] * (min(every, len(given) + 1) - 1) + kinds
     if any(kind != kinds[i % len(kinds)] for i, kind in enumerate(given)):
         raise InputError(f"layer_types other than {', '.join(kinds)} in turn are not supported")
     key = family.key("hidden_act")

@@ -6,18 +6,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minitrain.errors import InputError
-from minitrain.formats import deepseek_v3, gpt2, granite, nemotron_h
+from minitrain.formats import deepseek_v3, gemma3, gpt2, granite, nemotron_h
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
 # norm of `DecoderConfig` -> key of its epsilon
 EPS_KEYS = {
     "rmsnorm": "rms_norm_eps",
+    "rmsnorm1p": "rms_norm_eps",
     "layernorm": "layer_norm_epsilon",
     "layernorm1p": "norm_eps",
 }
 # mlp of `DecoderConfig` -> value of hidden_act
-ACTIVATIONS = {"swiglu": "silu", "relu2": "relu2", "clamped_swiglu": "silu", "gelu": "gelu_new"}
+ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+    "clamped_swiglu": "silu",
+    "gelu": "gelu_new",
+}
 # further values of model_type -> the family's name
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
@@ -231,6 +238,30 @@ FAMILIES = {
         ),
         renamed={
             ".mixer_output_norm.": ".post_attention_layernorm.",
+            ".mlp_output_norm.": ".post_feedforward_layernorm.",
+        },
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        dict(
+            attention_bias=False,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            use_bidirectional_attention=False,
+        ),
+        fields=_keys("sliding_window sliding_window_pattern"),
+        keys={"hidden_act": "hidden_activation"},
+        rope_theta=1e6,
+        window_rope=10000.0,
+        fixed=dict(norm="rmsnorm1p", norm_position="both", mlp="geglu", qk_norm=True),
+        can_classify=False,
+        heads_divide=True,
+        defaults=gemma3.with_defaults,
+        read=gemma3.read,
+        write=gemma3.write,
+        renamed={
+            ".mixer_output_norm.": ".post_attention_layernorm.",
+            ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
             ".mlp_output_norm.": ".post_feedforward_layernorm.",
         },
     ),

@@ -9,7 +9,7 @@ import math
 from minitrain.errors import InputError
 from minitrain.formats.json_files import read_number
 from minitrain.formats.nemotron_h import bounded_dt, letters_of
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.decoder_config import LIMITS, DecoderConfig
 
 # the multipliers' keys are those of our fields
 MULTIPLIERS = (
@@ -66,15 +66,17 @@ def with_pattern(raw: dict) -> dict:
     """Return Granite 4's config.json with its layers as letters, and with what it leaves out."""
     raw = DEFAULTS | with_multipliers(raw)
     key = "layers_block_type" if raw.get("layers_block_type") else "layer_types"
-    layers = raw.pop(key, None) or ["mamba"] * read_number(raw, "num_hidden_layers")
+    count = min(read_number(raw, "num_hidden_layers"), LIMITS["num_layers"])
+    layers = raw.pop(key, None) or ["mamba"] * count
     pattern = letters_of(key, layers, LETTERS)
     heads = max(1, read_number(raw, "mamba_n_heads"))
     width = read_number(raw, "mamba_expand") * read_number(raw, "hidden_size")
     if raw["mamba_d_head"] == "auto":
         raw["mamba_d_head"] = width // heads
-    if raw["mamba_d_head"] * heads != width:
+    each = read_number(raw, "mamba_d_head")
+    if each * heads != width:
         raise InputError(
-            f"mamba_n_heads={heads} x mamba_d_head={raw['mamba_d_head']} must be mamba_expand x hidden_size={width}"
+            f"mamba_n_heads={heads} x mamba_d_head={each} must be mamba_expand x hidden_size={width}"
         )
     # files without experts have 0
     raw["num_experts_per_tok"] = raw["num_experts_per_tok"] or 1

@@ -75,6 +75,7 @@ PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"
 UNREADABLE = {
     # PEFT would apply these names to the stacks of experts
     "deepseek_v3": ("down_proj", "gate_proj", "up_proj"),
+    "glm4_moe": ("down_proj", "gate_proj", "up_proj"),
     # PEFT refuses this one, because Mamba's kernels read its weight without calling the module
     "nemotron_h": ("out_proj",),
     # transformers has gate and up as one Linear, and other names in layers with experts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from minitrain.models.flex import block_mask, evaluate_mask, run_flex_attention
-from minitrain.models.layers import apply_rotary, identity, project
+from minitrain.models.layers import RMSNorm1P, apply_rotary, identity, project
 from minitrain.models.merged_attention import merged_attention, takes_parts
 
 if TYPE_CHECKING:
@@ -221,9 +221,11 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=config.o_bias)
         self.normalizes_over_heads = config.qk_norm_over_heads
 
+        kind = RMSNorm1P if config.norm == "rmsnorm1p" else nn.RMSNorm
+
         def norm(count: int) -> nn.Module:
             width = count * head_dim if config.qk_norm_over_heads else head_dim
-            return nn.RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+            return kind(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
         self.q_norm = norm(heads)
         self.k_norm = norm(kv_heads)

@@ -36,14 +36,17 @@ RESIDUAL_OUTPUTS = (
     "down_proj.weight",
     "fc2_latent_proj.weight",
 )
-# RMSNorms whatever `norm` is
-ALWAYS_RMS = ("q_norm.weight", "k_norm.weight", "_a_layernorm.weight")
+# norms that add 1 to their weight -> those of such a model that do not
+AROUND_0 = {
+    "layernorm1p": ("q_norm.weight", "k_norm.weight", "_a_layernorm.weight"),
+    "rmsnorm1p": ("_a_layernorm.weight",),
+}
 
 
 class Block(nn.Module):
     """A residual block: x + mixer(norm(x)), then x + mlp(norm(x)), or only one of them.
 
-    Norms stand before mixer and MLP, or after them (OLMo 3): see `norm_position`.
+    Norms stand before mixer and MLP, after them (OLMo 3), or both (Gemma 3): see `norm_position`.
     """
 
     def __init__(self, config: DecoderConfig, layer: int):
@@ -56,7 +59,7 @@ class Block(nn.Module):
         self.residual_multiplier = config.residual_multiplier
 
         def norm(position: str) -> nn.Module:
-            if config.norm_position != position:
+            if config.norm_position not in (position, "both"):
                 return nn.Identity()
             return NORMS[config.norm](hidden, eps=config.norm_eps)
 
@@ -341,9 +344,8 @@ class Decoder(nn.Module):
         if tensor.ndim > 1 and not name.endswith("bias"):
             tensor.normal_(0, self._initial_std(name), generator=generator)
         elif name.endswith("norm.weight"):
-            # LayerNorm1P adds 1 to its weight
-            around_0 = self.config.norm == "layernorm1p" and not name.endswith(ALWAYS_RMS)
-            tensor.fill_(0 if around_0 else 1)
+            others = AROUND_0.get(self.config.norm)
+            tensor.fill_(1 if others is None or name.endswith(others) else 0)
         else:
             tensor.zero_()
 

@@ -12,12 +12,13 @@ from typing import Any, Literal, get_args, get_origin
 from minitrain.errors import Faults, InputError, refuse
 
 # values of `mlp`, for layers.py and for experts in moe.py
-DENSE_MLPS = ("swiglu", "relu2", "gelu")
+DENSE_MLPS = ("swiglu", "geglu", "relu2", "gelu")
 EXPERT_MLPS = ("swiglu", "clamped_swiglu", "relu2")
 # fields of latent attention (mla.py)
 LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # the keys that `rope_scaling` must have, by its rope_type
 ROPE_SCALINGS = {
+    "linear": ("factor",),
     "llama3": (
         "factor",
         "low_freq_factor",
@@ -123,11 +124,14 @@ class DecoderConfig:
     num_layers: int = 8  # blocks, each with a mixer, an MLP or both
     layer_pattern: str = ""  # a letter per layer, see `parts`; empty: attention and MLP in each
     max_position_embeddings: int = 8192  # the longest sequence
-    norm: Literal["rmsnorm", "layernorm", "layernorm1p"] = "rmsnorm"  # of layers and head
+    # of layers and head; 1p: the weight is stored less 1; rmsnorm1p: also that of qk_norm
+    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm", "layernorm1p"] = "rmsnorm"
     norm_eps: float = 1e-5  # added to the variance
     # whether layers normalize what mixers and MLPs read, or what they return
-    norm_position: Literal["before", "after"] = "before"
-    mlp: str = "swiglu"  # swiglu, relu2, gelu with biases, or for experts only clamped_swiglu
+    norm_position: Literal["before", "after", "both"] = "before"
+    mlp: str = (
+        "swiglu"  # swiglu, geglu, relu2, gelu with biases, or for experts only clamped_swiglu
+    )
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of initial weights
     scaled_residual_init: bool = False  # of what writes into the residual stream: / sqrt(writers)
@@ -154,7 +158,7 @@ class DecoderConfig:
     sliding_window_pattern: int = 2  # one of so many layers, the last, has no window
     position_embedding: Literal["rotary", "learned", "none"] = "rotary"  # how order is told
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_scaling: dict | None = None  # as in config.json, of rope_type llama3 or yarn
+    rope_scaling: dict | None = None  # as in config.json, of rope_type linear, llama3 or yarn
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated
     # rope_theta of layers with a window, which have no rope_scaling then; 0: as in other layers
     window_rope_theta: float = 0.0

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.rope_scaling import llama3_keep, yarn_keep, yarn_mscale
+from minitrain.models.rope_scaling import KEEPS, yarn_mscale
 from minitrain.models.variants import has_hooks
+from minitrain.models.video import upcast
 
 
 def identity(x: Tensor) -> Tensor:
@@ -42,14 +43,28 @@ class LayerNorm1P(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
+class RMSNorm1P(nn.RMSNorm):
+    """RMSNorm in fp32, its weight stored around 0: normalize(x) (weight + 1) (Gemma, Qwen3-Next)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [..., hidden], as the result
+        weight = upcast(self.weight) + 1
+        return F.rms_norm(upcast(x), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+# GELU with tanh in place of the error function
+gelu_tanh = partial(F.gelu, approximate="tanh")
+
+
 class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). x: [batch, seq, hidden], as the result."""
+    """SwiGLU: down(silu(gate(x)) * up(x)), or another activation. x: [batch, seq, hidden], as the result."""
 
     # the sampler computes them as one product
     same_input = ("gate_proj", "up_proj")
 
-    def __init__(self, hidden: int, intermediate: int):
+    def __init__(self, hidden: int, intermediate: int, activation: Callable = F.silu):
         super().__init__()
+        self.activation = activation
         # exchange points of tensor parallelism
         self.gather = self.reduce = identity
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
@@ -59,7 +74,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # [batch, seq, intermediate] each; intermediate / tp under tensor parallelism
         gate, up = project(self.gather(x), self.gate_proj, self.up_proj)
-        return self.reduce(self.down_proj(F.silu(gate) * up))
+        return self.reduce(self.down_proj(self.activation(gate) * up))
 
 
 class MLP(nn.Module):
@@ -83,12 +98,17 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "layernorm1p": LayerNorm1P}
+NORMS = {
+    "rmsnorm": nn.RMSNorm,
+    "rmsnorm1p": RMSNorm1P,
+    "layernorm": nn.LayerNorm,
+    "layernorm1p": LayerNorm1P,
+}
 MLPS = {
     "swiglu": GatedMLP,
+    "geglu": partial(GatedMLP, activation=gelu_tanh),
     "relu2": partial(MLP, squared_relu, False),
-    # GPT-2 and GPT-3: tanh in place of the error function
-    "gelu": partial(MLP, partial(F.gelu, approximate="tanh"), True),
+    "gelu": partial(MLP, gelu_tanh, True),
 }
 
 
@@ -101,14 +121,13 @@ def rotary_frequencies(
     """Return the angle per position of each rotated pair of channels, in radians, fp32 [dim / 2].
 
     dim: how many channels of a head are rotated.
-    scaling: `rope_scaling` of a Hugging Face config, with `rope_type` llama3 or yarn; None: the
+    scaling: `rope_scaling` of a Hugging Face config, with a `rope_type` of KEEPS; None: the
     angles are theta ** (-2i / dim).
     """
     frequencies = theta ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     if scaling is None:
         return frequencies
-    keep = yarn_keep if scaling["rope_type"] == "yarn" else llama3_keep
-    kept = keep(frequencies, theta, scaling)
+    kept = KEEPS[scaling["rope_type"]](frequencies, theta, scaling)
     # a blend of the frequency and the frequency / factor
     return frequencies * (kept + (1 - kept) / scaling["factor"])
 

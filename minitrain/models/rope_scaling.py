@@ -1,9 +1,14 @@
-"""Context extension of rotary embeddings: which frequencies Llama 3.1 and YaRN keep or slow down."""
+"""Context extension of rotary embeddings: which frequencies each kind keeps, and which it slows down."""
 
 import math
 
 import torch
 from torch import Tensor
+
+
+def linear_keep(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
+    """Return 0, [dim / 2]: every frequency is divided by `factor` (Chen et al. 2023; Gemma 3)."""
+    return torch.zeros_like(frequencies)
 
 
 def llama3_keep(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
@@ -43,6 +48,9 @@ def yarn_keep(frequencies: Tensor, theta: float, scaling: dict) -> Tensor:
     index = torch.arange(dim // 2, device=frequencies.device, dtype=torch.float32)
     # 0.001 as in transformers, where both ends are the same
     return 1 - ((index - low) / (high - low or 0.001)).clamp(0, 1)
+
+
+KEEPS = {"linear": linear_keep, "llama3": llama3_keep, "yarn": yarn_keep}
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -63,8 +63,9 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
     A scaled context shrinks with it, so that the scaling still acts.
     """
     small = _TINY | dict(num_layers=num_layers, initializer_range=0.02)
-    if fields.get("rope_scaling") is not None:
-        small["rope_scaling"] = fields["rope_scaling"] | dict(original_max_position_embeddings=64)
+    scaling = fields.get("rope_scaling") or {}
+    if "original_max_position_embeddings" in scaling:
+        small["rope_scaling"] = scaling | dict(original_max_position_embeddings=64)
     if fields["num_key_value_heads"] == fields["num_attention_heads"]:
         small["num_key_value_heads"] = small["num_attention_heads"]
     if fields.get("num_experts"):
@@ -80,11 +81,15 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
         small["shared_expert_intermediate_size"] = times * small["moe_intermediate_size"]
     if fields.get("sliding_window"):
         small["sliding_window"] = 16
-    if fields.get("mamba_num_heads"):
+        small["sliding_window_pattern"] = min(num_layers, fields.get("sliding_window_pattern", 2))
+    heads = DecoderConfig.mamba_num_heads
+    if fields.get("mamba_num_heads", heads) != heads:
         small |= _TINY_MAMBA
     if fields.get("layer_pattern"):
         letters = "ME*E" if "M" in fields["layer_pattern"] else "mmam"
         small["layer_pattern"] = (letters * num_layers)[:num_layers]
+    if fields.get("embedding_multiplier") == fields["hidden_size"] ** 0.5:
+        small["embedding_multiplier"] = small["hidden_size"] ** 0.5
     if fields.get("attention_multiplier"):
         small["attention_multiplier"] = 1 / small["head_dim"]
     if fields.get("moe_latent_size"):

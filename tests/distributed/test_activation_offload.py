@@ -29,6 +29,7 @@ class Moves:
     def __init__(self):
         self.count = self.alive = 0
         self.addresses = set()
+        self.sizes = []
         self.copy = offload.copy_to_host
 
     def __call__(self, x):
@@ -36,6 +37,7 @@ class Moves:
         self.count += 1
         self.alive += copy.nbytes
         self.addresses.add(x.data_ptr())
+        self.sizes.append(x.nbytes)
         weakref.finalize(copy, self.forget, copy.nbytes)
         return copy
 
@@ -220,6 +222,17 @@ def test_what_blocks_share_and_weights_stay():
         moved = offload.copy_to_host.addresses
     stay = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *seen)}
     assert len(seen) == 3 and moved and not moved & stay
+
+
+def test_tensors_below_a_size_stay():
+    """Hidden states of 32 tokens have 8,192 bytes; the MLP's are wider."""
+    sizes = []
+    for least in (0, 10_000):
+        with moving(least):
+            model_of("offload")(torch.arange(32).view(2, 16)).sum().backward()
+            sizes.append(offload.copy_to_host.sizes)
+    assert sizes[1] == [size for size in sizes[0] if size >= 10_000]
+    assert 8_192 in sizes[0] and sizes[1]
 
 
 def test_nothing_is_left_after_many_steps_or_an_exception():

@@ -355,7 +355,8 @@ def test_selective_computes_no_product_again(kinds, settings, monkeypatch):
     [
         (
             1,
-            "recompute=1 must be none, full, attention, selective, offload or a whole number of at least 2",
+            "recompute=1 must be none, full, attention, selective, offload, full-offload or a whole number of at "
+            "least 2",
         ),
         (1.5, "recompute=1.5 is not one of none, full, attention, selective"),
         (0.5, "recompute=0.5 is not one of none, full, attention, selective"),

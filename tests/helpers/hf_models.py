@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     GPT2Config,
     GptOssConfig,
@@ -124,7 +125,20 @@ WINDOW_CONFIGS = {
         sliding_window=8,
         rope_parameters=dict(full_attention=YARN, sliding_attention=theta_of(1000.0)),
         pad_token_id=None,
-    )
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SIZES | dict(num_hidden_layers=5),
+        head_dim=16,
+        rms_norm_eps=1e-3,
+        sliding_window=8,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=24,
+        rope_parameters=dict(
+            full_attention=theta_of(1000.0) | dict(rope_type="linear", factor=4.0),
+            sliding_attention=theta_of(100.0),
+        ),
+        pad_token_id=None,
+    ),
 }
 MOE_CONFIGS = {
     "mixtral": lambda: MixtralConfig(
@@ -285,6 +299,51 @@ HYBRID_CONFIGS = {
 }
 
 
+# parameters of each model of the zoo, from the hub or its report
+PUBLISHED_PARAMETERS = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-32b": 32_762_123_264,
+    "smollm3-3b": 3_075_098_624,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+    # the hub's files of 4b to 27b have a vision tower and its projection too
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 4_300_079_472 - 416_866_032 - 2_949_120 - 1_152,
+    "gemma3-12b": 12_187_325_040 - 416_866_032 - 4_423_680 - 1_152,
+    "gemma3-27b": 27_432_406_640 - 416_866_032 - 6_193_152 - 1_152,
+    "granite-3.3-8b": 8_170_864_640,
+    "nemotron4-15b": 15_628_775_424,
+    "nemotron4-340b": 341_029_195_776,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    # with a layer of multi-token prediction, its copies of embedding and head, and the selection biases
+    # they are the hub's 358,337,791,296 and 110,468,824,832; MiniMax-M2's have biases, 228,689,764,864
+    "glm-4.5": 352_797_814_784,
+    "glm-4.5-air": 106_852_245_504,
+    "glm-4.7": 352_797_814_784,
+    "minimax-m2": 228_689_748_992,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "nemotron3-nano-30b-a3b": 31_577_937_344,
+    "nemotron3-super-120b-a12b": 120_668_687_360,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "granite-4.0-h-small": 32_207_337_984,
+    "granite-4.0-h-micro": 3_191_396_096,
+    "granite-4.0-micro": 3_402_836_480,
+    "gpt3-175b": 174_604_259_328,
+}
+
+
 def build(family: str, seed: int = 0, auto: type = AutoModelForCausalLM, **changes):
     """Return the transformers model in fp32 with eager attention and random parameters.
 
@@ -396,6 +455,9 @@ OUR_NAMES = {
         "post_attention_layernorm": "mixer_output_norm",
         "post_feedforward_layernorm": "mlp_output_norm",
     }
+}
+OUR_NAMES["gemma3_text"] = OUR_NAMES["olmo3"] | {
+    "pre_feedforward_layernorm": "post_attention_layernorm"
 }
 
 

@@ -5,6 +5,7 @@ loss would hide most mistakes. Each step is checked from the weights that it sta
 not add up over steps.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -304,15 +306,28 @@ def check_against_one_process(
         )
 
 
+def grouped_mm_by_expert(x, y, offs):
+    """Return F.grouped_mm(x, y, offs=offs) from one product per expert: torch's takes no fp64."""
+    ends = [0, *offs.tolist()]
+    spans = list(itertools.pairwise(ends))
+    if y.ndim == 2:
+        return torch.stack([x[:, a:b] @ y[a:b] for a, b in spans])
+    parts = [x[a:b] @ y[i] for i, (a, b) in enumerate(spans)]
+    # rows beyond the last expert's belong to none
+    return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], y.shape[2])])
+
+
 @contextmanager
 def double_precision():
-    """Make fp64 the default dtype inside a `with` statement."""
-    before = torch.get_default_dtype()
+    """Make fp64 the default dtype inside a `with` statement; experts' products take it then."""
+    before = torch.get_default_dtype(), F.grouped_mm
     torch.set_default_dtype(torch.float64)
+    F.grouped_mm = grouped_mm_by_expert
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(before[0])
+        F.grouped_mm = before[1]
 
 
 def in_double_precision(function: Callable, *args):

@@ -13,47 +13,11 @@ from minitrain import InputError
 from minitrain.formats.hf import read_config
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.layers import LayerNorm1P, rotary_frequencies
+from minitrain.models.layers import LayerNorm1P, RMSNorm1P, rotary_frequencies
 from minitrain.models.zoo import ZOO, model_config
 from minitrain.training.build import initialize
+from tests.helpers.hf_models import PUBLISHED_PARAMETERS
 
-PUBLISHED_PARAMETERS = {
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3.1-8b": 8_030_261_248,
-    "llama3.1-70b": 70_553_706_496,
-    "llama3.1-405b": 405_853_388_800,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-32b": 32_763_876_352,
-    "qwen3-32b": 32_762_123_264,
-    "smollm3-3b": 3_075_098_624,
-    "olmo3-7b": 7_298_011_136,
-    "olmo3-32b": 32_233_522_176,
-    "granite-3.3-8b": 8_170_864_640,
-    "nemotron4-15b": 15_628_775_424,
-    "nemotron4-340b": 341_029_195_776,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_620_634_112,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "qwen3-235b-a22b": 235_093_634_560,
-    "deepseek-v3": 671_026_404_352,
-    "kimi-k2": 1_026_408_209_408,
-    # with a layer of multi-token prediction, its copies of embedding and head, and the selection biases
-    # they are the hub's 358,337,791,296 and 110,468,824,832; MiniMax-M2's have biases, 228,689,764,864
-    "glm-4.5": 352_797_814_784,
-    "glm-4.5-air": 106_852_245_504,
-    "glm-4.7": 352_797_814_784,
-    "minimax-m2": 228_689_748_992,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-    "nemotron3-nano-30b-a3b": 31_577_937_344,
-    "nemotron3-super-120b-a12b": 120_668_687_360,
-    "granite-4.0-h-tiny": 6_939_037_248,
-    "granite-4.0-h-small": 32_207_337_984,
-    "granite-4.0-h-micro": 3_191_396_096,
-    "granite-4.0-micro": 3_402_836_480,
-    "gpt3-175b": 174_604_259_328,
-}
 # As on the hub, without what says nothing about the shape (use_cache, transformers_version, ...).
 PUBLISHED_CONFIGS = {
     "llama3.1-8b": dict(
@@ -425,10 +389,11 @@ PUBLISHED_CONFIGS = {
 QUIRKS = {
     field.name for field in dataclasses.fields(DecoderConfig) if field.type in (bool, str, float)
 }
-QUIRKS = QUIRKS - {"layer_pattern", "initializer_range", "attention_multiplier"} | {
-    "max_position_embeddings",
-    "conv_kernel",
-}
+QUIRKS = QUIRKS - {"layer_pattern", "initializer_range"} - {
+    # which follow from widths
+    "attention_multiplier",
+    "embedding_multiplier",
+} | {"max_position_embeddings", "conv_kernel"}
 
 
 def build_meta(name: str) -> Decoder:
@@ -473,6 +438,7 @@ def test_tiny_twin_is_small_and_keeps_the_quirks(name):
     assert set(tiny.layer_pattern) == set(full.layer_pattern)
     for key in (
         "attention_multiplier",
+        "embedding_multiplier",
         "moe_latent_size",
         "kv_lora_rank",
         "sliding_window",
@@ -527,8 +493,10 @@ def test_overrides_and_unknown_names():
         ("nemotron4-15b", {}),
         ("gpt-oss-20b", {}),
         ("gpt3-175b", {}),
+        ("gemma3-1b", {}),
         ("qwen3-32b", {"norm": "layernorm1p"}),
         ("deepseek-v3", {"norm": "layernorm1p"}),
+        ("deepseek-v3", {"norm": "rmsnorm1p"}),
     ],
 )
 def test_norms_start_as_the_identity_and_biases_at_zero(name, fields):
@@ -537,7 +505,8 @@ def test_norms_start_as_the_identity_and_biases_at_zero(name, fields):
     initialize(model, seed=0)
     for module in model.modules():
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            assert (module.weight == float(not isinstance(module, LayerNorm1P))).all(), module
+            around_0 = isinstance(module, LayerNorm1P | RMSNorm1P)
+            assert (module.weight == float(not around_0)).all(), module
     for key, parameter in model.named_parameters():
         if key.endswith("bias"):
             assert (parameter == 0).all(), key

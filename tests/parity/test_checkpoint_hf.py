@@ -324,8 +324,8 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
         ),
         (
             "llama3",
-            dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)),
-            ["rope_type", "linear"],
+            dict(rope_parameters=None, rope_scaling=dict(type="longrope", factor=2.0)),
+            ["rope_type", "longrope"],
         ),
         (
             "llama3",
@@ -392,6 +392,19 @@ def test_memory_is_one_shard_to_save_and_one_model_to_load(tmp_path):
             dict(rope_parameters={"full_attention": {}, "sliding_attention": 1}),
             ["each kind"],
         ),
+        (
+            "gemma3",
+            dict(layer_types=["full_attention"] * 4 + ["sliding_attention"]),
+            ["layer_types"],
+        ),
+        ("gemma3", dict(final_logit_softcapping=30.0), ["final_logit_softcapping=30.0"]),
+        ("gemma3", dict(use_bidirectional_attention=True), ["use_bidirectional_attention=True"]),
+        (
+            "gemma3",
+            dict(hidden_activation="silu"),
+            ["hidden_activation='silu'", "gelu_pytorch_tanh"],
+        ),
+        ("gemma3", dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar=0 must be at least 1"]),
         ("olmo3", dict(rope_scaling=YARN | dict(attention_factor=2.0)), ["attention_factor=2.0"]),
         ("gpt-oss", dict(rope_parameters=dict(rope_type="yarn")), ["key factor is missing"]),
         ("gpt-oss", dict(original_max_position_embeddings=16), ["embeddings=16 contradicts 32"]),

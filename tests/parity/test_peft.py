@@ -51,6 +51,10 @@ CASES = {  # family: Linears, parameters
     "qwen3-moe": (["o_proj"], ["mlp.experts.down_proj"]),
     "deepseek-v3": (["kv_a_proj_with_mqa", "q_b_proj"], ["experts.gate_up_proj"]),
     "nemotron_h": (r".*\.(q_proj|in_proj)", ["experts.up_proj", "experts.down_proj"]),
+    "glm-4.5": (["q_proj", "v_proj"], EXPERTS),
+    "minimax-m2": (["q_proj"], EXPERTS),
+    "olmo3": (LINEARS, None),
+    "gemma3": (LINEARS, None),
     "granite": (LINEARS, None),
     "granite-4": (["q_proj", "o_proj", "in_proj", "out_proj"], None),
     "nemotron_h-latent": (
@@ -574,6 +578,8 @@ def test_what_cannot_be_loaded(tmp_path):
     [
         ("deepseek-v3-tiny", list(TARGETS), "this model's down_proj, gate_proj, up_proj, but"),
         ("deepseek-v3-tiny", ["q_a_proj", "experts.down_proj"], None),
+        ("glm-4.5-tiny", ["down_proj", "experts.down_proj"], "this model's down_proj, but"),
+        ("granite-4.0-h-micro-tiny", ["q_proj", "up_proj"], "this model's up_proj, but"),
         ("kimi-k2-tiny", ["mlp.gate_proj"], "this model's gate_proj, but"),
         ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "out_proj"], "this model's out_proj, but"),
         ("qwen3-30b-a3b-tiny", list(TARGETS), None),

@@ -1,7 +1,6 @@
 """Decoding with drafts: the tokens are those without, whatever the drafts are."""
 
 import copy
-import itertools
 import re
 import weakref
 from functools import partial
@@ -24,6 +23,7 @@ from minitrain.run.tasks.train_model import check_sources
 from minitrain.settings import Rollout
 from tests.helpers.families import families
 from tests.helpers.grpo import TREE
+from tests.helpers.oracle import grouped_mm_by_expert
 from tests.helpers.sampling import make, prompts_of, uncached
 
 FAMILIES = [name.removesuffix("-tiny") for name in families()]
@@ -52,14 +52,7 @@ ROOMY = dict(slots=16, page_size=4, pages=200)
 @pytest.fixture(autouse=True)
 def experts_in_fp64(monkeypatch):
     """torch has no grouped product of this type."""
-
-    def by_expert(x, y, offs):
-        ends = [0, *offs.tolist()]
-        parts = [x[a:b] @ y[i] for i, (a, b) in enumerate(itertools.pairwise(ends))]
-        # rows beyond the last expert's belong to none
-        return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], y.shape[2])])
-
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", by_expert)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm_by_expert)
 
 
 def disturbed(model: Decoder, by: float = 0.02) -> Decoder:

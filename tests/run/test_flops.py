@@ -205,7 +205,7 @@ def test_clean_lora_is_what_torch_counts_with_peft(name, targets):
 @pytest.mark.parametrize("name", [name for name, c in ZOO.items() if not c.get("num_experts")])
 def test_weights_and_parameters_by_hand(name):
     c, work = model_config(name), count_work(model_config(name))
-    mlp = c.hidden_size * c.intermediate_size * (3 if c.mlp == "swiglu" else 2)
+    mlp = c.hidden_size * c.intermediate_size * (3 if c.mlp in ("swiglu", "geglu") else 2)
     projections = (
         c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
     )
@@ -218,7 +218,8 @@ def test_weights_and_parameters_by_hand(name):
     biases = c.head_dim * (c.num_attention_heads + 2 * c.num_key_value_heads) if c.qkv_bias else 0
     if c.mlp == "gelu":  # GPT-3: biases everywhere, learned positions
         biases += 2 * c.hidden_size + c.intermediate_size
-    norms = (2 * c.num_layers + 1) * c.hidden_size * (1 if c.norm == "rmsnorm" else 2)
+    norms = (4 if c.norm_position == "both" else 2) * c.num_layers + 1
+    norms *= c.hidden_size * (1 if c.norm.startswith("rms") else 2)
     heads = c.num_attention_heads + c.num_key_value_heads if c.qk_norm_over_heads else 2
     small = c.num_layers * (biases + (heads * c.head_dim if c.qk_norm else 0)) + norms
     small += scans * ((width + shared) * (c.conv_kernel + 1) + width + 3 * c.mamba_num_heads)

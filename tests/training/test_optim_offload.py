@@ -26,17 +26,19 @@ def times(scale, loss):
     return lambda *args: scale * loss(*args)
 
 
-def trained(tree, folder, ways):
+def trained(tree, folder, ways, then=()):
     """Two steps with each of `ways` of optim.offload, from the other's checkpoint; the second step is skipped.
 
-    Returns losses, norms, weights, and states, and how many tensors went to the host.
+    then: settings of the second way that differ. Returns losses, norms, weights, and states, and how many tensors
+    went to the host.
     """
     torch.compiler.reset()
     checkpointer = Checkpointer(folder, keep=1)
     numbers = []
     moved = []
     copy = adamw.copy_to_host
-    for offload in ways:
+    for number, offload in enumerate(ways):
+        tree = tree | dict(then if number else ())
         optim = {"name": "adamw", "lr": 0.01, "clip": 0.5, "offload": offload}
         config = from_dict(tree | {"optim": optim | tree["optim"], "device": "cpu", "steps": 4})
         data, _ = open_dataset(config)
@@ -76,9 +78,20 @@ def trained(tree, folder, ways):
 )
 def test_weights_and_states_are_the_same_to_the_bit(pool, tmp_path, tree):
     """Clipped, with a step that is skipped, and through checkpoints from with to without and back."""
-    plain = pool.run(2, trained, tree, tmp_path / "plain", (False, False))
-    for ways in ((True, True), (True, False), (False, True)):
-        found = pool.run(2, trained, tree, tmp_path / str(ways), ways)
+    compare(pool, tmp_path, tree, ((True, True), (True, False), (False, True)))
+
+
+def test_a_run_goes_on_in_another_layout(pool, tmp_path):
+    tree = combine("fsdp") | {"optim": {}}
+    then = {"parallel": combine("tp")["parallel"]}
+    compare(pool, tmp_path, tree, ((True, False), (False, True)), then)
+
+
+def compare(pool, folder, tree, every, then=()):
+    """Every two ways of optim.offload against a run without it."""
+    plain = pool.run(2, trained, tree, folder / "plain", (False, False), then)
+    for ways in every:
+        found = pool.run(2, trained, tree, folder / str(ways), ways, then)
         for (numbers, tensors, moved), right in zip(found, plain, strict=True):
             assert moved and not right[2]
             for one, other in zip(numbers, right[0], strict=True):

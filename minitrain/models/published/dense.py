@@ -71,6 +71,27 @@ _OLMO3 = dict(
     eos_token_id=100257,
 )
 
+_GEMMA3 = dict(
+    family="gemma3_text",
+    vocab_size=262208,
+    head_dim=256,
+    max_position_embeddings=131072,
+    norm="rmsnorm1p",
+    norm_eps=1e-6,
+    norm_position="both",
+    mlp="geglu",
+    qk_norm=True,
+    attention_multiplier=1 / 16,
+    rope_theta=1e6,
+    rope_scaling=dict(rope_type="linear", factor=8.0),
+    window_rope_theta=10000.0,
+    sliding_window=1024,
+    sliding_window_pattern=6,
+    tie_word_embeddings=True,
+    bos_token_id=2,
+    eos_token_id=[1, 106],
+)
+
 DENSE: dict[str, dict] = {
     "llama3-8b": _LLAMA3 | _LLAMA3_8B,
     "llama3-70b": _LLAMA3 | _LLAMA3_70B,
@@ -104,6 +125,18 @@ DENSE: dict[str, dict] = {
     ),
     "olmo3-7b": _OLMO3 | size(4096, 11008, 32, 32, num_key_value_heads=32),
     "olmo3-32b": _OLMO3 | size(5120, 27648, 64, 40, num_key_value_heads=8),
+    "gemma3-1b": _GEMMA3
+    | size(1152, 6912, 26, 4, num_key_value_heads=1, embedding_multiplier=1152**0.5)
+    | dict(
+        vocab_size=262144, max_position_embeddings=32768, rope_scaling=None, sliding_window=512
+    ),
+    "gemma3-4b": _GEMMA3
+    | size(2560, 10240, 34, 8, num_key_value_heads=4, embedding_multiplier=2560**0.5),
+    "gemma3-12b": _GEMMA3
+    | size(3840, 15360, 48, 16, num_key_value_heads=8, embedding_multiplier=3840**0.5),
+    "gemma3-27b": _GEMMA3
+    | size(5376, 21504, 62, 32, num_key_value_heads=16, embedding_multiplier=5376**0.5)
+    | dict(head_dim=128, attention_multiplier=168**-0.5),
     "granite-3.3-8b": size(4096, 12800, 40, 32)
     | dict(
         family="granite",
