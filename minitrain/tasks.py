@@ -35,12 +35,16 @@ LATENTS = "minitrain.data.video.latents:open_latents"
 
 TASKS = {
     "pretrain": TaskKind(NEXT_TOKEN, TEXTS, sources=True, teachers=True, mtp=True),
-    "sft": TaskKind(NEXT_TOKEN, CHATS, True, True, sources=True, teachers=True, mtp=True),
-    "lora": TaskKind(NEXT_TOKEN, CHATS, True, True, sources=True, teachers=True, mtp=True),
+    "sft": TaskKind(
+        NEXT_TOKEN, CHATS, chats=True, replies=True, sources=True, teachers=True, mtp=True
+    ),
+    "diffusion": TaskKind("minitrain.training.flow:flow_matching", LATENTS),
+    "lora": TaskKind(
+        NEXT_TOKEN, CHATS, chats=True, replies=True, sources=True, teachers=True, mtp=True
+    ),
+    # a run is run/tasks/grpo_task.py's, with an objective and data of its own; this is what the
+    # simulator traces of it
+    "grpo": TaskKind(NEXT_TOKEN, TEXTS, teachers=True, mtp=True),
     "dpo": TaskKind("minitrain.training.dpo:preferences", PAIRS, chats=True, replies=True),
     "reward": TaskKind("minitrain.training.reward:scores", PAIRS, chats=True),
-    "diffusion": TaskKind("minitrain.training.flow:flow_matching", LATENTS),
-    # a run is run/tasks/grpo_task.py's, with an objective and data of its own; this is what of it the
-    # simulator traces
-    "grpo": TaskKind(NEXT_TOKEN, TEXTS, teachers=True, mtp=True),
 }
