@@ -21,7 +21,7 @@ from minitrain.training.packing import rows
 LANGUAGE = {"model": {"name": "llama3-8b-tiny", "num_layers": 1, "vocab_size": 64}}
 VIDEO = {
     "model": {"name": "wan2.1-1.3b-tiny", "num_layers": 1},
-    "data": {"kind": "mock", "size": [1, 4, 4], "text_tokens": 4},
+    "data": {"kind": "mock", "size": [2, 8, 8], "text_tokens": 4},
 }
 
 
