@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.shapes.mixers import state_elements
 from minitrain.models.zoo import empty_model
 
 
@@ -18,7 +19,7 @@ class Reads:
     token: float
     # number of key-value heads: more tensor-parallel ranks than these repeat heads
     heads: int
-    # one sample's Mamba-2 states
+    # one sample's states of recurrent layers
     states: float = 0.0
 
 
@@ -27,7 +28,7 @@ def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
 
     Layers of multi-token prediction, which a step does not run, do not count.
 
-    itemsize: bytes per element of weights and caches. Mamba-2's scan states are fp32 regardless.
+    itemsize: bytes per element of weights and caches. The scans' states are fp32 regardless.
     """
     config = replace(config, num_nextn_predict_layers=0)
     looked_up = ["model.embed_positions.weight"]
@@ -45,15 +46,17 @@ def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
     if config.kv_lora_rank:
         heads = 1
         width = config.kv_lora_rank + config.qk_rope_head_dim
-    mixers = [config.parts(layer)[0] for layer in range(config.num_layers)]
-    mamba = config.mamba
-    states = 4 * mamba.width * mamba.state + itemsize * (mamba.conv - 1) * sum(mamba.convolved)
+    states = sum(
+        4 * state_elements(shape) + itemsize * (shape.conv - 1) * sum(shape.convolved)
+        for shape in map(config.recurrence, range(config.num_layers))
+        if shape
+    )
     return Reads(
         itemsize * shared,
         itemsize * experts / max(1, config.num_experts),
         itemsize * width,
         heads,
-        states * mixers.count("mamba"),
+        states,
     )
 
 
@@ -69,7 +72,7 @@ def bytes_read(
 
     Weights are read once for all samples. Only experts that at least one token selected are read;
     their number is the expected one if tokens select at random. Each sample reads `context` tokens
-    of its own cache, or its sliding window, and reads and writes its Mamba-2 states.
+    of its own cache, or its sliding window, and reads and writes its recurrent states.
     together: the tokens of a sample that the step computes, one and its drafts.
     """
     touched = 0.0

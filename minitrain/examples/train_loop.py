@@ -44,7 +44,7 @@ if cp > 1:
     context.context_parallel(model, meshes.cp, "allgather")
 recompute.recompute(model.blocks, words.get("recompute", "none"))
 if "compile" in words:  # outside recomputation, which the compiler must see; inside FSDP's hooks
-    compiling.compile_blocks(model.blocks, dynamic=False, keep_order=max(cp, tp, ep) > 1)
+    compiling.compile_blocks(model.blocks, dynamic=False, communicates=max(cp, tp, ep) > 1)
 if dist.get_world_size() > 1:  # FSDP also sums the gradients that tp leaves as Partial
     fsdp.shard(model, model.blocks, meshes.parameters, for_experts=meshes.experts)
 model.to_empty(device=meshes.device)

@@ -14,16 +14,8 @@ import torch
 
 from minitrain.errors import InputError, located
 from minitrain.formats.config_own import KINDS, config_from_own, config_to_own
-from minitrain.formats.families import (
-    ACTIVATIONS,
-    CLASSIFIER,
-    EPS_KEYS,
-    FAMILIES,
-    MODEL_TYPES,
-    OWN,
-    SIZES,
-    Family,
-)
+from minitrain.formats.families import ACTIVATIONS, EPS_KEYS, FAMILIES, MODEL_TYPES, OWN, SIZES
+from minitrain.formats.family import CLASSIFIER, Family
 from minitrain.formats.json_files import (
     read_number,
     read_switch,
@@ -80,6 +72,7 @@ def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
     Raises InputError, which names `file`, for what the decoder would not compute exactly.
     """
     with located(file):
+        raw = _language_model(raw)
         name = _find_family(raw)
         if name == OWN:
             return config_from_own(raw)
@@ -88,6 +81,16 @@ def config_from_hf(raw: dict, file: str | Path) -> DecoderConfig:
         raw = {ours: raw[key] for key, ours in family.aliases.items() if key in raw} | raw
         _refuse_unsupported(raw, family)
         return _read_fields(raw, name, family)
+
+
+def _language_model(raw: dict) -> dict:
+    """Return config.json of the language model, where it stands in that of one that sees too."""
+    inner = raw.get("text_config")
+    kind = inner.get("model_type") if isinstance(inner, dict) else None
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        return raw
+    of_both = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+    return {key: raw[key] for key in of_both if key in raw} | inner
 
 
 def _read_fields(raw: dict, name: str, family: Family) -> DecoderConfig:

@@ -1,14 +1,18 @@
 """Describe the config.json and the tensors of each family of language models on the hub."""
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-from minitrain.errors import InputError
-from minitrain.formats import deepseek_v3, gemma3, gpt2, granite, nemotron_h
-from minitrain.formats.json_files import read_number
-from minitrain.models.decoder_config import DecoderConfig
+from minitrain.formats import (
+    deepseek_v3,
+    gemma3,
+    gpt2,
+    granite,
+    minimax_m2,
+    nemotron_h,
+    qwen3_next,
+    smollm3,
+)
+from minitrain.formats.family import PLAIN, Family, Stacks
 
 # norm of `DecoderConfig` -> key of its epsilon
 EPS_KEYS = {
@@ -37,7 +41,6 @@ def _keys(same: str, **other: str) -> dict[str, str]:
     return {name: name for name in same.split()} | other
 
 
-CLASSIFIER = "ForSequenceClassification"
 # the family of models that transformers does not know
 OWN = "minitrain"
 # fields and keys that all families have
@@ -47,172 +50,37 @@ SIZES = _keys(
 )
 
 
-@dataclass(frozen=True)
-class Stacks:
-    """How files stack the matrices of all experts."""
-
-    # [experts, in, out], else as ours [experts, out, in]
-    transposed: bool = False
-    # gate's rows and up's take turns as in ours, else all of gate's come first
-    alternating: bool = False
-
-
-@dataclass(frozen=True)
-class Family:
-    """The config.json and the stored tensors of an architecture.
-
-    Fields hold tables where possible, and functions otherwise; longer functions are in a file of the
-    family's own.
-    """
-
-    # --- config.json
-
-    # the name in `architectures`
-    architecture: str
-    # key -> the only value that `Decoder` supports; the key may be missing
-    values: dict = field(default_factory=dict)
-    # further fields of `DecoderConfig` -> keys; values are converted to the field's type
-    fields: dict = field(default_factory=dict)
-    # key of most families -> this family's key
-    keys: dict = field(default_factory=dict)
-    # alternative key -> the key that is read
-    aliases: dict = field(default_factory=dict)
-    # fields of `DecoderConfig` that this family fixes to other values than their defaults
-    fixed: dict = field(default_factory=dict)
-    # the supported quant_method; None: no quantized weights
-    quantized: str | None = None
-    # the default of rope_theta
-    rope_theta: float = 10000.0
-    # the default of rope_scaling
-    rope: dict = field(default_factory=dict)
-    # the default of window_rope_theta, or 0 for rope_theta; None: there is no such setting
-    window_rope: float | None = None
-    # the default of norm_topk_prob; None: no such key, and it is always true
-    norm_topk: bool | None = None
-    # False: the head is stored separately, whatever tie_word_embeddings says
-    can_tie: bool = True
-    # False: transformers has no model with a score as its head
-    can_classify: bool = True
-    # True: num_attention_heads must divide hidden_size, even where head_dim is given
-    heads_divide: bool = False
-    # the default of partial_rotary_factor; None: only 1 is supported
-    partial_rotary: float | None = None
-    # keys that affect only training in transformers
-    noise: tuple = ("attention_dropout",)
-    # True: transformers' loss can include a load-balancing term (output_router_logits)
-    balances: bool = False
-    # defaults(raw): return config.json with missing keys added and other spellings replaced
-    defaults: Callable[[dict], dict] = lambda raw: raw
-    # read(raw): return fields that do not follow from one key each. Raises InputError.
-    read: Callable[[dict], dict] = lambda raw: {}
-    # write(config, settings): return config.json. settings: its other keys, as most families call them
-    write: Callable[[DecoderConfig, dict], dict] = lambda config, settings: settings
-    # needed(config): return the fields that must not be 0
-    needed: Callable[[DecoderConfig], tuple] = lambda config: (
-        "num_experts",
-        "sliding_window",
-        "kv_lora_rank",
-        "no_rope_layer_interval",
-    )
-
-    # --- tensors
-
-    # parts of our names -> parts of stored names, all replaced at once; or a function of the name and
-    # of the number of layers
-    renamed: dict | Callable[[str, int], str] = field(default_factory=dict)
-    # full_name(key): return the name that transformers gives a tensor, where other files shorten it
-    full_name: Callable[[str], str] = lambda key: key
-    # Linears of a module that are stored as one, in the order of their rows
-    fused: tuple[str, ...] = ()
-    # transposed(name): return whether a parameter is stored as [in, out]
-    transposed: Callable[[str], bool] = lambda name: False
-    # True: all parameters are stored as they are
-    as_ours: bool = False
-    # parts of our names that may also appear unchanged in files
-    also_ours: tuple = ()
-    # names of an expert's matrices: ours -> stored
-    expert_matrices: dict = field(default_factory=dict)
-    # None: every expert has matrices of its own
-    stacks: Stacks | None = None
-    # pattern of stored tensors to skip
-    ignored: str = ""
-    # depth_of(key, layers): return the depth of multi-token prediction, 0, 1, ..., that a stored
-    # tensor belongs to; None if to none. Without this function, the family has no such layers
-    depth_of: Callable[[str, int], int | None] | None = None
-    # names of copies that files have in each layer of multi-token prediction: ours -> stored, with {}
-    # for the layer's number
-    copied: dict = field(default_factory=dict)
-
-    @property
-    def classifier(self) -> str:
-        """Return the name in `architectures` of a model with a score as its head.
-
-        If transformers has none, it is the name of the language model.
-        """
-        if not self.can_classify:
-            return self.architecture
-        return re.sub("(ForCausalLM|LMHeadModel)$", CLASSIFIER, self.architecture)
-
-    def field(self, name: str) -> Any:
-        """Return the value to which the family fixes a field of `DecoderConfig`, or the default."""
-        return self.fixed.get(name, getattr(DecoderConfig, name))
-
-    def key(self, name: str) -> str:
-        """Return this family's key for the one that most families call `name`."""
-        return self.keys.get(name, name)
-
-    def fused_part(self, name: str) -> tuple[int, int]:
-        """Return which part of a stored tensor our parameter is, and of how many: (0, 1) of its own."""
-        *_, module, _ = ("", "", *name.split("."))
-        in_one = module in self.fused
-        return (self.fused.index(module), len(self.fused)) if in_one else (0, 1)
-
-    def stored_name(self, name: str, layers: int) -> str:
-        """Return the stored name of our parameter. For experts see layouts_hf.py.
-
-        layers: of the model, without those of multi-token prediction.
-        """
-        if callable(self.renamed):
-            return self.renamed(name, layers)
-        parts = "|".join(re.escape(part) for part in sorted(self.renamed, key=len, reverse=True))
-        return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
-
-
-def with_smollm3_defaults(raw: dict) -> dict:
-    """Return SmolLM3's config.json with what it leaves out.
-
-    Raises InputError where its list of layers that rotate says another thing.
-    """
-    raw = dict(no_rope_layer_interval=4, tie_word_embeddings=True) | raw
-    given = raw.get("no_rope_layers")
-    every = read_number(raw, "no_rope_layer_interval")
-    if given is None:
-        return raw
-    listed = given if isinstance(given, list) else []
-    regular = all(turns == int(not every or i % every != 0) for i, turns in enumerate(listed, 1))
-    if not regular or len(listed) < read_number(raw, "num_hidden_layers"):
-        raise InputError(
-            f"no_rope_layers={given!r} is not supported (must be 0 for one of "
-            f"no_rope_layer_interval={every} layers, the last, and 1 for the others)"
-        )
-    return raw
-
-
-def with_rotary_share(raw: dict) -> dict:
-    """Return MiniMax-M2's config.json with `partial_rotary_factor`, where it has `rotary_dim`."""
-    if raw.get("rotary_dim") is None or raw.get("partial_rotary_factor") is not None:
-        return raw
-    rotated = read_number(raw, "rotary_dim")
-    share = rotated / max(1, read_number(raw, "head_dim", default=128))
-    return raw | dict(partial_rotary_factor=share)
-
-
-# for models without an entry in FAMILIES, such as Wan
-PLAIN = Family("")
 # names of an expert's matrices, for `expert_matrices`
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 NO_BIAS = dict(attention_bias=False, mlp_bias=False)
 QWEN3 = dict(attention_bias=False, use_sliding_window=False)
+# Qwen3-Next, Qwen3.5, and those of them with experts
+DELTA = dict(
+    fields=_keys(
+        "layer_pattern linear_num_key_heads linear_num_value_heads"
+        " linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
+    ),
+    fixed=dict(norm="rmsnorm1p", qk_norm=True, attn_output_gate=True),
+    partial_rotary=0.25,
+    defaults=qwen3_next.with_defaults,
+    read=qwen3_next.read,
+    write=qwen3_next.write,
+    renamed=qwen3_next.stored_name,
+    depth_of=qwen3_next.depth_of,
+    needed=lambda config: ("num_experts", "shared_expert_intermediate_size"),
+)
+DELTA_EXPERTS = DELTA | dict(
+    fields=DELTA["fields"]
+    | _keys(
+        "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+    ),
+    fixed=DELTA["fixed"] | dict(shared_expert_gate=True),
+    balances=True,
+)
+# in files that have a vision tower too
+WITH_VISION = dict(
+    full_name=qwen3_next.full_name, ignored=r"model\.visual\..*", can_classify=False
+)
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", NO_BIAS, heads_divide=True),
@@ -225,7 +93,7 @@ FAMILIES = {
         NO_BIAS | dict(use_sliding_window=False),
         fields=_keys("no_rope_layer_interval"),
         rope_theta=2e6,
-        defaults=with_smollm3_defaults,
+        defaults=smollm3.with_defaults,
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
@@ -355,7 +223,7 @@ FAMILIES = {
         noise=("attention_dropout", "router_jitter_noise"),
         balances=True,
         can_classify=False,
-        defaults=with_rotary_share,
+        defaults=minimax_m2.with_rotary_share,
         write=lambda config, settings: settings | dict(rotary_dim=config.rotary_dim),
         renamed={".mlp.": ".block_sparse_moe.", ".mlp.gate.e_score": ".block_sparse_moe.e_score"},
         expert_matrices=MIXTRAL,
@@ -452,6 +320,25 @@ FAMILIES = {
         renamed=granite.RENAMED,
         fused=("gate_proj", "up_proj"),
         stacks=Stacks(),
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        dict(attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[]),
+        quantized="fp8",
+        norm_topk=True,
+        **DELTA_EXPERTS | dict(fixed=DELTA_EXPERTS["fixed"] | dict(linear_fused_proj=True)),
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        dict(attention_bias=False, attn_output_gate=True),
+        **DELTA | WITH_VISION,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        dict(attention_bias=False, attn_output_gate=True),
+        # it has no dense MLPs
+        keys={"intermediate_size": "moe_intermediate_size"},
+        **DELTA_EXPERTS | WITH_VISION,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",

@@ -28,7 +28,8 @@ from minitrain.formats.config_hf import (
     config_to_json,
     exportable,
 )
-from minitrain.formats.families import FAMILIES, OWN, PLAIN
+from minitrain.formats.families import FAMILIES, OWN
+from minitrain.formats.family import PLAIN
 from minitrain.formats.json_files import read_from_folder, read_json, write_json
 from minitrain.formats.layouts_hf import (
     EMBEDDING,

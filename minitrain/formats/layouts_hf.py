@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitrain.formats.families import FAMILIES, PLAIN, Stacks
+from minitrain.formats.families import FAMILIES
+from minitrain.formats.family import PLAIN, Stacks
 from minitrain.formats.tensor_files import (
     FLOATS,
     StoredTensor,
@@ -88,10 +89,10 @@ def pieces(name: str, shape: Shape, config: Config, stored: Stored) -> list[Piec
         key = family.stored_name(name, config.num_layers)
         if name in stored and any(part in name for part in family.also_ours):
             key = name
-        if parts := mamba_parts(name, config):
+        if order := row_order(name, config):
             return [
                 stored_part(key, shape, (slice(ours, ours + n), *full(shape[1:])), (theirs,))
-                for ours, theirs, n in config.mamba.rows(parts)
+                for ours, theirs, n in moved_rows(*order)
             ]
         part, count = family.fused_part(name)
         if count > 1 or family.transposed(name):
@@ -137,11 +138,28 @@ def expert_pieces(
             yield matrix(expert_key(name, config, expert, part), (size, columns), region, stored)
 
 
-def mamba_parts(name: str, config: Config) -> list[int] | None:
-    """Return the sizes of the parts of a Mamba-2 weight whose rows files order differently, or None."""
+def row_order(name: str, config: Config) -> tuple[list[int], int] | None:
+    """Return the parts' rows and the groups of a weight that files have part by part; None for others.
+
+    We have it group by group: see `by_group`.
+    """
     if ".mamba.in_proj." in name:
-        return config.mamba.projected
-    return config.mamba.convolved if ".mamba.conv1d." in name else None
+        return config.mamba.projected, config.mamba.groups
+    if ".mamba.conv1d." in name:
+        return config.mamba.convolved, config.mamba.groups
+    if ".linear_attn.in_proj_qkv." in name or ".linear_attn.conv1d." in name:
+        return config.delta.convolved, config.delta.groups
+    return None
+
+
+def moved_rows(parts: list[int], groups: int) -> Iterator[tuple[int, int, int]]:
+    """Yield how `by_group` moves ranges of rows: (first row after it, before it, count)."""
+    after = 0
+    for group in range(groups):
+        for i, part in enumerate(parts):
+            size = part // groups
+            yield after, sum(parts[:i]) + group * size, size
+            after += size
 
 
 def expert_parts(name: str) -> list[str]:
@@ -169,7 +187,7 @@ def all_to_stored(
     waiting = {}
     for name, tensor in tensors:
         part, count = family.fused_part(name)
-        if count > 1 and ".experts." not in name:
+        if count > 1:
             parts = waiting.setdefault(family.stored_name(name, config.num_layers), {})
             parts[part] = tensor
             if len(parts) < count:
@@ -184,9 +202,9 @@ def to_stored(name: str, tensor: Tensor, config: DecoderConfig) -> Iterator[tupl
     family = FAMILIES[config.family]
     if family.as_ours:
         yield name, tensor
-    elif parts := mamba_parts(name, config):
+    elif order := row_order(name, config):
         key = family.stored_name(name, config.num_layers)
-        yield key, by_part(tensor, parts, config.mamba.groups)
+        yield key, by_part(tensor, *order)
     elif not prefix:
         stored = tensor.T if family.transposed(name) else tensor
         yield family.stored_name(name, config.num_layers), stored

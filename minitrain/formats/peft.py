@@ -74,8 +74,10 @@ PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"
 # family -> Linears whose adapters PEFT cannot read
 UNREADABLE = {
     # PEFT would apply these names to the stacks of experts
-    "deepseek_v3": ("down_proj", "gate_proj", "up_proj"),
-    "glm4_moe": ("down_proj", "gate_proj", "up_proj"),
+    **dict.fromkeys(
+        ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"),
+        ("down_proj", "gate_proj", "up_proj"),
+    ),
     # PEFT refuses this one, because Mamba's kernels read its weight without calling the module
     "nemotron_h": ("out_proj",),
     # transformers has gate and up as one Linear, and other names in layers with experts

@@ -18,8 +18,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from minitrain.formats.families import FAMILIES, PLAIN
-from minitrain.formats.layouts_hf import Config, mamba_parts
+from minitrain.formats.families import FAMILIES
+from minitrain.formats.family import PLAIN
+from minitrain.formats.layouts_hf import Config, row_order
 from minitrain.models.mamba import by_group, by_part
 
 # the prefix of all names in an adapter file
@@ -49,6 +50,9 @@ def peft_module(path: str, config: Config) -> str:
 
     In Nemotron-H attention, Mamba and MLP are all called `mixer`.
     """
+    if getattr(config, "shared_expert_gate", False):
+        # Qwen's
+        path = path.replace("shared_experts.", "shared_expert.")
     if config.family == "nemotron_h":
         return re.sub(r"\b(self_attn|mamba|mlp)\.", "mixer.", path)
     return path
@@ -59,6 +63,7 @@ def our_target(target: str, key: str) -> str:
 
     Parameters are those of experts. In Nemotron-H a Linear's own name shows which mixer holds it.
     """
+    target = target.replace("shared_expert.", "shared_experts.")
     last = target.rpartition(".")[2]
     if key == "target_parameters" and target == last:
         return f"experts.{last}"
@@ -67,9 +72,9 @@ def our_target(target: str, key: str) -> str:
 
 def to_peft(name: str, tensor: Tensor, config: Config) -> Tensor:
     """Return our adapter's tensor in PEFT's shape."""
-    parts = mamba_parts(name, config)
-    if parts and name.endswith("B"):
-        tensor = by_part(tensor, parts, config.mamba.groups)
+    order = row_order(name, config)
+    if order and name.endswith("B"):
+        tensor = by_part(tensor, *order)
     if tensor.ndim == 2:
         return tensor
     if name.endswith("A"):
@@ -81,9 +86,9 @@ def to_peft(name: str, tensor: Tensor, config: Config) -> Tensor:
 
 def from_peft(name: str, tensor: Tensor, shape: torch.Size, config: Config) -> Tensor:
     """Return PEFT's tensor in the shape of our adapter; the inverse of `to_peft`."""
-    parts = mamba_parts(name, config)
-    if parts and name.endswith("B"):
-        tensor = by_group(tensor, parts, config.mamba.groups)
+    order = row_order(name, config)
+    if order and name.endswith("B"):
+        tensor = by_group(tensor, *order)
     if len(shape) == 2:
         return tensor
     if name.endswith("A"):

@@ -199,6 +199,7 @@ class GroupedQueryAttention(nn.Module):
 
     Biases on q, k, v: Qwen 2.5; on all: GPT-3. qk_norm, an RMSNorm of q and k before rotary
     embeddings, over each head: Qwen 3; over all heads of a token together: OLMo 3. Sinks: GPT-OSS.
+    attn_output_gate, a gate of each output channel, which q_proj makes too: Qwen3-Next.
     """
 
     # the sampler computes them as one product
@@ -215,7 +216,9 @@ class GroupedQueryAttention(nn.Module):
         # exchange points: keys and values of context-parallel ranks; tokens of tensor-parallel ones
         self.attend = attention
         self.gather = self.reduce = identity
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=config.qkv_bias)
+        self.output_gate = config.attn_output_gate
+        queries = heads * head_dim * (2 if self.output_gate else 1)
+        self.q_proj = nn.Linear(hidden, queries, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=config.o_bias)
@@ -242,8 +245,12 @@ class GroupedQueryAttention(nn.Module):
         # [batch, seq, heads, head_dim]; -1, since a tensor-parallel rank holds fewer heads
         split = (*x.shape[:2], -1, self.head_dim)
         # [batch, seq, channels of all heads] each
-        projected = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = projected if self.normalizes_over_heads else (x.view(split) for x in projected)
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        if self.output_gate:
+            # a head's queries, then its gates
+            q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        if not self.normalizes_over_heads:
+            q, k, v = (x.view(split) for x in (q, k, v))
         # over the last dimension
         q = self.q_norm(q).view(split)
         if self.query_factor != 1:
@@ -260,4 +267,8 @@ class GroupedQueryAttention(nn.Module):
             out = self.attend(q, k, v, mask, self.sinks)
         else:
             out = cache.attend(q, k, v, self.sinks)
-        return self.reduce(self.o_proj(out.transpose(1, 2).flatten(2)))
+        # [batch, seq, heads, head_dim]
+        out = out.transpose(1, 2)
+        if self.output_gate:
+            out = out * torch.sigmoid(gate)
+        return self.reduce(self.o_proj(out.flatten(2)))

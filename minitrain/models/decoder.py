@@ -1,7 +1,7 @@
 """The decoder-only language model: one class for every family, shaped by its `DecoderConfig`.
 
 Families differ in data, not in code: biases, norms, rotary scaling and activations are fields of
-the config, and `published/` holds their values for each model. Parameter names are those of the
+the config, and `shapes/` holds their values for each model. Parameter names are those of the
 Hugging Face checkpoints. Elsewhere: losses (training/loss.py), sharding (parallel/), reading
 weights (formats/hf.py).
 """
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from minitrain.errors import InputError
 from minitrain.models.attention import GroupedQueryAttention, KeptMasks, Mask
 from minitrain.models.decoder_config import DecoderConfig
+from minitrain.models.delta import GatedDeltaNet
+from minitrain.models.delta import initialize_parameter as initialize_delta
 from minitrain.models.layers import (
     MLPS,
     NORMS,
@@ -41,6 +43,8 @@ AROUND_0 = {
     "layernorm1p": ("q_norm.weight", "k_norm.weight", "_a_layernorm.weight"),
     "rmsnorm1p": ("_a_layernorm.weight",),
 }
+# initial values of mixers with rules of their own
+RULES = {".mamba.": initialize_mamba, ".linear_attn.": initialize_delta}
 
 
 class Block(nn.Module):
@@ -63,7 +67,7 @@ class Block(nn.Module):
                 return nn.Identity()
             return NORMS[config.norm](hidden, eps=config.norm_eps)
 
-        self.self_attn = self.mamba = self.mlp = None
+        self.self_attn = self.mamba = self.linear_attn = self.mlp = None
         if mixer:
             self.input_layernorm = norm("before")
             self.mixer_output_norm = norm("after")
@@ -72,6 +76,8 @@ class Block(nn.Module):
             self.self_attn = attention(config)
         if mixer == "mamba":
             self.mamba = Mamba2(hidden, config.mamba, config.norm_eps)
+        if mixer == "delta":
+            self.linear_attn = GatedDeltaNet(hidden, config.delta, config.norm_eps)
         if mlp:
             # before the MLP: the name is that of Llama's files
             self.post_attention_layernorm = norm("before")
@@ -92,16 +98,17 @@ class Block(nn.Module):
         """Return [batch, seq, hidden], as x.
 
         rotary, mask: those of this layer; rotary is from `rotary_tables`.
-        document_ids: int [batch, seq], for Mamba-2, which has no mask, and for routers, which do
-            not count padding.
+        document_ids: int [batch, seq], for recurrent mixers, which have no mask, and for routers,
+            which do not count padding.
         cache: this layer's. During prefill the last layer skips its MLP (`output_unused`): nothing
             reads its output.
         """
         if self.self_attn is not None:
             mixed = self.self_attn(self.input_layernorm(x), rotary, mask, cache)
             x = self.add(x, self.mixer_output_norm(mixed))
-        if self.mamba is not None:
-            mixed = self.mamba(self.input_layernorm(x), document_ids, cache)
+        recurrent = self.mamba if self.linear_attn is None else self.linear_attn
+        if recurrent is not None:
+            mixed = recurrent(self.input_layernorm(x), document_ids, cache)
             x = self.add(x, self.mixer_output_norm(mixed))
         if self.mlp is None or (cache is not None and cache.output_unused):
             return x
@@ -251,7 +258,7 @@ class Decoder(nn.Module):
         return x if multiplier == 1 else x * x.new_full((), multiplier)
 
     def scale_logits(self, hidden: Tensor) -> Tensor:
-        """Return what the head gets, [batch, seq, hidden]: logits are divided where x is narrow."""
+        """Return what the head gets, [batch, seq, hidden]: dividing it divides logits, which are wider."""
         scaling = self.config.logits_scaling
         return hidden if scaling == 1 else hidden / scaling
 
@@ -337,10 +344,9 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill a full parameter [...] by its name: matrices at random, norms with 1, the rest 0."""
-        if ".mamba." in name and initialize_mamba(
-            name.rpartition(".mamba.")[2], tensor, generator
-        ):
-            return
+        for mixer, rule in RULES.items():
+            if mixer in name and rule(name.rpartition(mixer)[2], tensor, generator):
+                return
         if tensor.ndim > 1 and not name.endswith("bias"):
             tensor.normal_(0, self._initial_std(name), generator=generator)
         elif name.endswith("norm.weight"):

@@ -1,6 +1,6 @@
 """The shape of a decoder as data, checked before any weights exist.
 
-A family is a choice of these fields. `published/` holds their values for each published model.
+A family is a choice of these fields. `shapes/` holds their values for each published model.
 `formats/config_hf.py` reads them from a Hugging Face config.json. `decoder.py` builds the model.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from minitrain.errors import Faults, InputError, refuse
+from minitrain.models.shapes.mixers import DeltaShape, MambaShape
 
 # values of `mlp`, for layers.py and for experts in moe.py
 DENSE_MLPS = ("swiglu", "geglu", "relu2", "gelu")
@@ -37,7 +38,7 @@ LAYER_PARTS = {
     "-": (None, "mlp"),
 }
 # the mixer of a layer that has an MLP too, or experts, by its letter
-MIXERS = {"m": "mamba", "a": "attention"}
+MIXERS = {"m": "mamba", "d": "delta", "a": "attention"}
 
 # The largest sizes: above those of any model, and below those that overflow or take minutes to
 # allocate. A config.json may be wrong or hostile, and the model is built before weights are read.
@@ -65,53 +66,6 @@ DEFAULT_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True)
-class MambaShape:
-    """The shape of a Mamba-2 mixer, in the letters of mamba.py.
-
-    heads: H, each of head_dim P.
-    groups: G, a divisor of H.
-    state: N.
-    conv: the taps of the convolution.
-    chunk: Q, which changes speed and memory only.
-    dt_min: the least dt.
-    """
-
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    conv: int
-    chunk: int
-    dt_min: float = 0.0
-
-    @property
-    def width(self) -> int:
-        """Return the channels of x, of z and of the output: H P."""
-        return self.heads * self.head_dim
-
-    @property
-    def projected(self) -> list[int]:
-        """Return the rows of in_proj: z, x, B, C, dt."""
-        return [self.width, *self.convolved, self.heads]
-
-    @property
-    def convolved(self) -> list[int]:
-        """Return the channels of the convolution: x, B, C."""
-        return [self.width, self.groups * self.state, self.groups * self.state]
-
-    def rows(self, parts: list[int]) -> list[tuple[int, int, int]]:
-        """Return how `by_group` moves ranges of rows: (first row after it, before it, count)."""
-        found = []
-        after = 0
-        for group in range(self.groups):
-            for i, part in enumerate(parts):
-                size = part // self.groups
-                found.append((after, sum(parts[:i]) + group * size, size))
-                after += size
-        return found
-
-
-@dataclass(frozen=True)
 class DecoderConfig:
     """A decoder's shape. Names follow Hugging Face's config.json where it has one."""
 
@@ -129,9 +83,8 @@ class DecoderConfig:
     norm_eps: float = 1e-5  # added to the variance
     # whether layers normalize what mixers and MLPs read, or what they return
     norm_position: Literal["before", "after", "both"] = "before"
-    mlp: str = (
-        "swiglu"  # swiglu, geglu, relu2, gelu with biases, or for experts only clamped_swiglu
-    )
+    # swiglu, geglu, relu2, gelu with biases, or for experts only clamped_swiglu
+    mlp: str = "swiglu"
     tie_word_embeddings: bool = False  # the head is the embedding
     initializer_range: float = 0.02  # standard deviation of initial weights
     scaled_residual_init: bool = False  # of what writes into the residual stream: / sqrt(writers)
@@ -163,6 +116,7 @@ class DecoderConfig:
     # rope_theta of layers with a window, which have no rope_scaling then; 0: as in other layers
     window_rope_theta: float = 0.0
     no_rope_layer_interval: int = 0  # one of so many layers, the last, rotates nothing; 0: none
+    attn_output_gate: bool = False  # q_proj makes a gate of each output channel, too
 
     # --- latent attention
 
@@ -179,6 +133,7 @@ class DecoderConfig:
     moe_intermediate_size: int = 0  # channels inside an expert
     first_k_dense_replace: int = 0  # the number of first layers that have no experts
     shared_expert_intermediate_size: int = 0  # of one that sees every token; 0: there is none
+    shared_expert_gate: bool = False  # the shared expert's output is multiplied by a gate
     moe_latent_size: int = 0  # width that experts work on, if not hidden_size
     expert_bias: bool = False  # router and experts have biases
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: with selection bias
@@ -200,6 +155,15 @@ class DecoderConfig:
     conv_kernel: int = 4  # taps of the convolution
     mamba_chunk_size: int = 128  # tokens that are computed at once
     time_step_min: float = 0.0  # the least dt
+
+    # --- gated DeltaNet
+
+    linear_num_key_heads: int = 16  # heads of queries and of keys
+    linear_num_value_heads: int = 32  # heads of values, of which several share a key head
+    linear_key_head_dim: int = 128  # channels of a head of queries and keys
+    linear_value_head_dim: int = 128  # channels of a head of values
+    linear_conv_kernel_dim: int = 4  # taps of the convolution
+    linear_fused_proj: bool = False  # two projections, as in Qwen3-Next, not four
 
     # --- files
 
@@ -269,6 +233,10 @@ class DecoderConfig:
             kept * each < chosen,
             f"model.num_experts_per_tok={chosen} exceeds the {kept * each} experts of topk_group={kept} groups",
         )
+        yield (
+            self.shared_expert_gate and not self.shared_expert_intermediate_size,
+            "model.shared_expert_gate=True needs shared_expert_intermediate_size",
+        )
         dense = self.first_k_dense_replace or "-" in self.layer_pattern
         yield (
             self.mlp not in DENSE_MLPS and dense,
@@ -289,6 +257,15 @@ class DecoderConfig:
         yield (
             self.qk_norm_over_heads and not self.qk_norm,
             "model.qk_norm_over_heads=True needs qk_norm=true",
+        )
+        gated = self.attn_output_gate
+        yield (
+            self.qk_norm_over_heads and (gated or self.norm == "rmsnorm1p"),
+            "model.qk_norm_over_heads=True is not for norm=rmsnorm1p or attn_output_gate=true",
+        )
+        yield (
+            gated and self.kv_lora_rank,
+            "model.attn_output_gate=True is not for latent attention (kv_lora_rank)",
         )
         yield (
             heads % groups,
@@ -345,7 +322,7 @@ class DecoderConfig:
         yield (
             unknown,
             f"{told}: letter {unknown!r} is not one of {' '.join(letters)} (M Mamba-2, * attention, "
-            "E experts, - MLP; m Mamba-2, a attention, each with experts or an MLP)",
+            "E experts, - MLP; m Mamba-2, d gated DeltaNet, a attention, each with experts or an MLP)",
         )
         yield (
             "E" in pattern and not self.num_experts,
@@ -361,6 +338,12 @@ class DecoderConfig:
             heads % groups,
             f"model.mamba_n_groups={groups} does not divide mamba_num_heads={heads}",
         )
+        heads = self.linear_num_value_heads
+        groups = self.linear_num_key_heads
+        yield (
+            heads % groups,
+            f"model.linear_num_key_heads={groups} does not divide linear_num_value_heads={heads}",
+        )
 
     @property
     def rotary_dim(self) -> int:
@@ -371,22 +354,17 @@ class DecoderConfig:
         )
 
     def parts(self, layer: int) -> tuple[str | None, str | None]:
-        """Return a layer's mixer, "attention" or "mamba", and "mlp" or "moe"; one may be None.
+        """Return a layer's mixer, attention, mamba or delta, and mlp or moe; one may be None.
 
-        Those from num_layers on are of multi-token prediction, and have both.
+        Those from num_layers on are of multi-token prediction, and have attention and an MLP.
         """
-        letter = (
-            self.layer_pattern[layer] if self.layer_pattern and layer < self.num_layers else "a"
-        )
+        letter = "a"
+        if self.layer_pattern and layer < self.num_layers:
+            letter = self.layer_pattern[layer]
         if letter in LAYER_PARTS:
             return LAYER_PARTS[letter]
         sparse = self.num_experts and layer >= self.first_k_dense_replace
         return MIXERS[letter], "moe" if sparse else "mlp"
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Return whether layers carry states, which cannot be taken back to an earlier token."""
-        return any(self.parts(layer)[0] == "mamba" for layer in range(self.num_layers))
 
     @property
     def all_layers(self) -> range:
@@ -402,7 +380,10 @@ class DecoderConfig:
         return self.position_embedding == "rotary" and not (every and (layer + 1) % every == 0)
 
     def query_factor(self, width: int) -> float:
-        """Return the factor on queries of this width, whose scores attention divides by sqrt(width)."""
+        """Return the factor on queries, [..., width], that gives scores their `attention_multiplier`.
+
+        Attention divides scores by sqrt(width).
+        """
         return self.attention_multiplier * width**0.5 if self.attention_multiplier else 1.0
 
     def kind(self, layer: int) -> tuple:
@@ -420,6 +401,26 @@ class DecoderConfig:
             self.mamba_chunk_size,
             self.time_step_min,
         )
+
+    @property
+    def delta(self) -> DeltaShape:
+        return DeltaShape(
+            self.linear_num_key_heads,
+            self.linear_key_head_dim,
+            self.linear_num_value_heads,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+            self.linear_fused_proj,
+        )
+
+    def recurrence(self, layer: int) -> MambaShape | DeltaShape | None:
+        """Return the shape of a layer's mixer if it carries a state along the sequence."""
+        return {"mamba": self.mamba, "delta": self.delta}.get(self.parts(layer)[0])
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return whether layers carry states, which cannot be taken back to an earlier token."""
+        return any(map(self.recurrence, range(self.num_layers)))
 
 
 def as_classifier(config: DecoderConfig, labels: int = 1) -> DecoderConfig:

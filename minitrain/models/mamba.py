@@ -36,8 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.models.decoder_config import MambaShape
 from minitrain.models.layers import identity
+from minitrain.models.shapes.mixers import MambaShape
 from minitrain.models.variants import KeepsFP32
 
 
@@ -78,11 +78,10 @@ class Dynamics(KeepsFP32):
     A_log and D act over whole sequences, and dt_bias learns in tiny steps.
     """
 
-    def __init__(self, heads: int):
+    def __init__(self, heads: int, *names: str):
         super().__init__()
-        self.A_log = nn.Parameter(torch.empty(heads))
-        self.D = nn.Parameter(torch.empty(heads))
-        self.dt_bias = nn.Parameter(torch.empty(heads))
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.empty(heads)))
 
 
 ALL = slice(None)
@@ -106,7 +105,7 @@ class Mamba2(nn.Module):
         self.in_proj = nn.Linear(hidden, sum(shape.projected), bias=False)
         # holds the parameters of `causal_conv`
         self.conv1d = nn.Conv1d(channels, channels, shape.conv, groups=channels)
-        self.dynamics = Dynamics(shape.heads)
+        self.dynamics = Dynamics(shape.heads, "A_log", "D", "dt_bias")
         self.norm = GroupedRMSNorm(shape.width, norm_eps)
         self.out_proj = nn.Linear(shape.width, hidden, bias=False)
 
@@ -194,7 +193,7 @@ def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) 
 def causal_conv(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     document_ids: Tensor | None = None,
     earlier: Tensor | None = None,
 ) -> Tensor:
@@ -202,7 +201,7 @@ def causal_conv(
 
     Each channel is convolved by itself.
     x: [batch, seq, groups, channels], as y.
-    weight: [groups, channels, 1, taps]; bias: [groups, channels].
+    weight: [groups, channels, 1, taps]; bias: [groups, channels], or None.
     document_ids: int [batch, seq].
     earlier: [batch, taps - 1, groups, channels], the inputs before x, overwritten by x's last ones.
 
@@ -215,7 +214,7 @@ def causal_conv(
     if earlier is not None:
         x = torch.cat([earlier, x], dim=1)
         earlier.copy_(x[:, seq:])
-    y = bias
+    y = 0 if bias is None else bias
     for k in range(taps):
         # x_(t - k) with `earlier`; without it x, and the product is shifted below
         window = x if earlier is None else x[:, taps - 1 - k :][:, :seq]
@@ -254,16 +253,11 @@ def scan(
     and j are two tokens of a chunk, or in `_carry` two chunks.
     """
     length = x.shape[1]
-    if document_ids is None:
-        runs = torch.zeros_like(x[:, :, 0, 0, 0], dtype=torch.int)
-    else:
-        # number runs of equal ids 0, 1, 2, ...: equal numbers mean that nothing was cleared between
-        begins = document_ids[:, 1:] != document_ids[:, :-1]
-        runs = F.pad(begins, (1, 0)).cumsum(1)
+    runs = number_runs(document_ids, x[:, :, 0, 0, 0])
     # [batch, chunks, Q, ...] each
-    xs, dts, bs, cs, runs = (_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
+    xs, dts, bs, cs, runs = (into_chunks(tensor, chunk) for tensor in (x, dt, b, c, runs))
     # [batch, chunks, Q, G, R]: log of the decay since the chunk's start
-    decay = _running_sum(dts * a, 2)
+    decay = running_sum(dts * a, 2)
     # [batch, chunks]: the run at each chunk's end, and at the end of the chunk before
     last = runs[:, :, -1]
     before = F.pad(last, (1, 0))[:, :-1]
@@ -284,7 +278,18 @@ def scan(
     return (y + x * d[..., None]).to(x.dtype)
 
 
-def _chunks(x: Tensor, chunk: int) -> Tensor:
+def number_runs(document_ids: Tensor | None, like: Tensor) -> Tensor:
+    """Number runs of equal ids 0, 1, 2, ...: between equal numbers no state is cleared.
+
+    document_ids, like: [batch, seq], as the result; without ids there is one run.
+    """
+    if document_ids is None:
+        return torch.zeros_like(like, dtype=torch.int)
+    begins = document_ids[:, 1:] != document_ids[:, :-1]
+    return F.pad(begins, (1, 0)).cumsum(1)
+
+
+def into_chunks(x: Tensor, chunk: int) -> Tensor:
     """Cut x [batch, seq, ...] into [batch, chunks, Q, ...], padded with zeros.
 
     A token with dt = 0 changes nothing.
@@ -309,7 +314,7 @@ def _inside(x: Tensor, b: Tensor, c: Tensor, decay: Tensor, runs: Tensor) -> Ten
     seen = causal & (runs[..., :, None] == runs[..., None, :])
     # [batch, chunks, G, R, Q, Q]: exp(a_i - a_j)
     difference = decay[..., :, None] - decay[..., None, :]
-    weight = _exp_where(seen[:, :, None, None], difference)
+    weight = exp_where(seen[:, :, None, None], difference)
     # [batch, chunks, G, Q, Q], for all heads of a group
     scores = torch.einsum("zkign,zkjgn->zkgij", c, b)
     weight = (scores[:, :, :, None] * weight).to(x.dtype)
@@ -342,11 +347,11 @@ def _carry(added: Tensor, decay: Tensor, last: Tensor, before: Tensor) -> Tensor
     earlier = torch.ones(chunks, chunks, dtype=torch.bool, device=decay.device).tril(-1)
     # [batch, G, R, chunk i, chunk j]: the decay of chunks j + 1 to i, summed from there on; as a
     # difference of two running sums it would be less exact
-    through = _running_sum(decay.permute(0, 2, 3, 1)[..., None] * earlier, -2)
+    through = running_sum(decay.permute(0, 2, 3, 1)[..., None] * earlier, -2)
     # from the end of chunk j to the start of chunk i
     since = F.pad(through, (0, 0, 1, -1))
     survives = earlier & (before[:, :, None] == last[:, None, :])
-    weight = _exp_where(survives[:, None, None], since)
+    weight = exp_where(survives[:, None, None], since)
     return torch.einsum("zgrij,zjgrpn->zigrpn", weight.to(added.dtype), added)
 
 
@@ -356,14 +361,14 @@ def _continue(initial: Tensor, added: Tensor, carried: Tensor, decay: Tensor) ->
     initial: [batch, G, R, P, N]. The rest and the result as in `_carry`, [batch, chunks, ...].
     """
     # [batch, chunks + 1, G, R]
-    through = F.pad(_running_sum(decay, 1), (0, 0, 0, 0, 1, 0)).exp()
+    through = F.pad(running_sum(decay, 1), (0, 0, 0, 0, 1, 0)).exp()
     left = through[..., None, None] * initial[:, None]
     last = decay[:, -1].exp()[..., None, None]
     initial.copy_(left[:, -1] + carried[:, -1] * last + added[:, -1])
     return left[:, :-1]
 
 
-def _running_sum(x: Tensor, dim: int) -> Tensor:
+def running_sum(x: Tensor, dim: int) -> Tensor:
     """Return x.cumsum(dim) of x [...], by doubling if torch must be deterministic.
 
     CUDA's kernel of cumsum is not.
@@ -378,6 +383,6 @@ def _running_sum(x: Tensor, dim: int) -> Tensor:
     return x.movedim(-1, dim)
 
 
-def _exp_where(condition: Tensor, x: Tensor) -> Tensor:
+def exp_where(condition: Tensor, x: Tensor) -> Tensor:
     """Return exp(x) of x [...] where the condition holds, else 0: where not, exp could overflow."""
     return torch.where(condition, x, float("-inf")).exp()

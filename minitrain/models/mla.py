@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minitrain.models.attention import Mask, attention
-from minitrain.models.layers import apply_rotary, identity
-from minitrain.models.rope_scaling import yarn_mscale
+from minitrain.models.layers import apply_rotary, identity, yarn_mscale
 
 if TYPE_CHECKING:
     from minitrain.models.decoder_config import DecoderConfig

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 class MoE(nn.Module):
     """Routed experts and, where the family has one, a shared expert that sees every token.
 
+    Qwen3-Next multiplies the shared expert's output by a gate, one number per token.
     With moe_latent_size, experts work on a projection of that width (Nemotron 3 Super), while
     router and shared expert see the full hidden state.
     """
@@ -56,6 +57,8 @@ class MoE(nn.Module):
         self.split = identity
         dense = MLPS.get(config.mlp, GatedMLP)
         self.shared_experts = dense(hidden, shared) if shared else None
+        gated = shared and config.shared_expert_gate
+        self.shared_expert_gate = nn.Linear(hidden, 1, bias=False) if gated else None
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()
         self.fc2_latent_proj = nn.Linear(latent, hidden, bias=False) if latent else nn.Identity()
 
@@ -77,6 +80,8 @@ class MoE(nn.Module):
         finish = self.dispatch(tokens, indices, weights.to(x.dtype), self.experts)
         # while tokens are sent to the ranks of their experts
         shared = None if self.shared_experts is None else self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_expert_gate(x))
         routed = self.fc2_latent_proj(finish()).view_as(x)
         return routed if shared is None else routed + shared
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from minitrain.errors import InputError, hub_hint
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.published.dense import DENSE
-from minitrain.models.published.experts import EXPERTS
-from minitrain.models.published.hybrids import HYBRIDS
+from minitrain.models.shapes.dense import DENSE
+from minitrain.models.shapes.experts import EXPERTS
+from minitrain.models.shapes.hybrids import HYBRIDS
 from minitrain.models.wan_config import WanConfig
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ _TINY_LATENT = dict(
     v_head_dim=16,
     head_dim=24,
 )
+_TINY_DELTA = dict(
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=16,
+    linear_value_head_dim=8,
+)
 _TINY_MAMBA = dict(
     mamba_num_heads=8, mamba_head_dim=16, mamba_n_groups=4, ssm_state_size=16, mamba_chunk_size=16
 )
@@ -85,8 +91,10 @@ def tiny(fields: dict, num_layers: int = 4) -> dict:
     heads = DecoderConfig.mamba_num_heads
     if fields.get("mamba_num_heads", heads) != heads:
         small |= _TINY_MAMBA
+    if "d" in fields.get("layer_pattern", ""):
+        small |= _TINY_DELTA
     if fields.get("layer_pattern"):
-        letters = "ME*E" if "M" in fields["layer_pattern"] else "mmam"
+        letters = {"M": "ME*E", "m": "mmam", "d": "dada"}[fields["layer_pattern"][0]]
         small["layer_pattern"] = (letters * num_layers)[:num_layers]
     if fields.get("embedding_multiplier") == fields["hidden_size"] ** 0.5:
         small["embedding_multiplier"] = small["hidden_size"] ** 0.5

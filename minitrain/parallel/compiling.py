@@ -8,6 +8,8 @@ import torch
 import torch._functorch.config
 from torch.nn import Module
 
+from minitrain.parallel.overlap import make_pass
+
 # graphs of a process: one per kind of layer, in training, in evaluation and frozen; torch allows 8
 GRAPHS = 64
 INDUCTOR = {
@@ -21,16 +23,18 @@ INDUCTOR = {
 }
 
 
-def compile_blocks(blocks: list[Module], dynamic: bool | None, keep_order: bool) -> None:
+def compile_blocks(blocks: list[Module], dynamic: bool | None, communicates: bool) -> None:
     """Compile each block in place, as one graph.
 
     dynamic: compile for varying sizes; None: once a second size occurs.
-    keep_order: run kernels as the program has them. Else the compiler may save memory by another
-        order, which waits for a collective at once.
+    communicates: there are collectives inside. Then kernels run as the program has them, but for
+        what overlap.py moves. Else the compiler may save memory by another order.
     """
     torch.compiler.config.recompile_limit = GRAPHS
     # else Mamba-2's gate would be kept in fp32
     torch._functorch.config.ban_recompute_long_fusible_chains = False
-    options = INDUCTOR | {"reorder_for_peak_memory": not keep_order}
+    options = INDUCTOR | {"reorder_for_peak_memory": not communicates}
+    if communicates:
+        options["post_grad_custom_post_pass"] = make_pass()
     for block in blocks:
         block.compile(fullgraph=True, dynamic=dynamic, options=options)

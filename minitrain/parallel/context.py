@@ -1,8 +1,8 @@
 """Context parallelism: split long sequences over cp ranks, which communicate where tokens interact.
 
-Tokens interact in attention and Mamba-2. Norms, MLPs and the head treat each token by itself, and
-need no communication. There are two forms of attention, which differ in what a rank gathers and in
-which tokens it holds:
+Tokens interact in attention and recurrent mixers. Norms, MLPs and the head treat each token by
+itself, and need no communication. There are two forms of attention, which differ in what a rank
+gathers and in which tokens it holds:
 
 allgather (Llama 3 paper, section 3.3.2). A rank gathers all keys and values, and computes attention
 for its own queries. The backward pass reduce-scatters the gradients of keys and values. Under a
@@ -32,6 +32,8 @@ heads before its convolution, and back after its scan. cp must divide the groups
 per layer and direction, in two collectives:
 
     (cp - 1) / cp x [batch, seq / cp, 2 heads head_dim + 2 groups state + heads]
+
+Gated DeltaNet does the same, with heads of keys as groups.
 
 Document ids, if there are any, are gathered too.
 
@@ -248,9 +250,9 @@ def mix_local_groups(
     dt: Tensor,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """Run `mix`, Mamba-2's convolution and scan, over full sequences for 1 / cp of its groups.
+    """Run `mix`, a mixer's convolution and scan, over full sequences for 1 / cp of its groups.
 
-    mix: see `Mamba2.mix`, also for the last dimensions of mixed and dt.
+    mix: see `Mamba2.mix` or `GatedDeltaNet.mix`, also for the last dimensions of mixed and dt.
     mixed, dt: [batch, seq / cp, groups, ...]. document_ids: int [batch, seq / cp].
     Returns [batch, seq / cp, groups, heads of a group, head_dim].
     """

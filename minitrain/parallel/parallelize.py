@@ -82,10 +82,9 @@ def apply_techniques(model: Module, config: Config, meshes: Meshes) -> None:
         # videos vary in length
         dynamic = None if config.data.kind == "latents" else False
         # Ranks' graphs may differ in sizes that the compiler takes as constants, and then in the
-        # order that it chooses: collectives inside of blocks must meet. Expert parallelism overlaps
-        # its all-to-alls besides.
+        # order that it would choose: collectives inside of blocks must meet
         inside = meshes.experts is not None or meshes.tp.size() * meshes.cp.size() > 1
-        compile_blocks(model.blocks, dynamic, keep_order=inside)
+        compile_blocks(model.blocks, dynamic, communicates=inside)
     # with adapters nothing needs a cast by FSDP: what is frozen has the compute type, and adapters
     # are cast where they are used
     compute_dtype = (

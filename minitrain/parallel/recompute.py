@@ -50,15 +50,14 @@ ATTENTION = {
     _ops._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
-EXPENSIVE = {
+PRODUCTS = {
     _ops.mm.default,
     _ops.addmm.default,
     _ops.bmm.default,
     _ops._grouped_mm.default,
     _ops._scaled_mm.default,
-    operators.all_to_all_single.default,
-    operators.reduce_scatter_tensor.default,
 }
+RECEIVED = {operators.all_to_all_single.default, operators.reduce_scatter_tensor.default}
 # attention, and matrix products, that files of models/ register as operators, when imported
 OWN_ATTENTION = ("attention_part",)
 OWN_PRODUCTS = (
@@ -83,7 +82,7 @@ def saved_operators(setting: str | int) -> frozenset | None:
         return frozenset(ATTENTION | registered(OWN_ATTENTION))
     if setting == "selective":
         return frozenset(
-            ATTENTION | EXPENSIVE | ROUTING | registered(OWN_ATTENTION + OWN_PRODUCTS)
+            ATTENTION | PRODUCTS | RECEIVED | ROUTING | registered(OWN_ATTENTION + OWN_PRODUCTS)
         )
     if setting not in ("full", "full-offload") and (isinstance(setting, str) or setting < 1):
         raise ValueError(

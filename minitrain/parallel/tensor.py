@@ -20,7 +20,9 @@ Norms and residuals treat each token by itself. There a rank holds seq / tp toke
 Cost per layer: 2 all-gathers and 2 reduce-scatters in the forward pass, and as many in the backward
 pass. Each moves (tp - 1) / tp of the bytes of [batch, seq, hidden] per rank. Embedding and head
 together add one of each to either pass. Full recomputation runs the collectives of the forward pass
-again, except a block's last reduce-scatter, whose output the backward pass does not need.
+again, except a block's last reduce-scatter, whose output the backward pass does not need. In
+compiled blocks, gradients of weights are computed during three of the four collectives of the
+backward pass (overlap.py).
 
 Embedding and head are split by vocabulary. A rank embeds the tokens of its part of the vocabulary,
 writes 0 for all others, and a reduce-scatter sums over ranks. The head needs an all-gather of the
@@ -32,6 +34,7 @@ The other parts of a decoder:
                       compute this rank's tokens. Their narrow outputs are gathered: in DeepSeek-V3,
                       0.3 of the bytes of hidden states. All else is split by heads.
     Mamba-2           Split by groups of heads. Convolution and norm stay within a group.
+    gated DeltaNet    The same, by heads of keys, each with its heads of values.
     experts           Every expert is split by channels. The ranks gather tokens, expert indices and
                       router weights. Router and latent projections are replicated, and compute this
                       rank's tokens. Expert parallelism splits by expert instead: then each rank
@@ -57,7 +60,8 @@ product has others than the next. A maximum over the ranks, one number, gives al
 So each rank rounds only its own tokens, and gets the FP8 numbers that one process would get.
 
 Parameters are DTensors, and modules compute with local tensors (parts.py).
-Left out: fewer Mamba groups than ranks, and uneven shards; run/config/layout_checks.py refuses both.
+Left out: fewer groups of recurrent mixers than ranks, and uneven shards;
+run/config/layout_checks.py refuses both.
 Sources: Megatron-LM (Shoeybi et al. 2019); sequence parallelism (Korthikanti et al. 2022).
 """
 

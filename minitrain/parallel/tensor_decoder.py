@@ -38,10 +38,18 @@ COLUMN = (
     "mamba.conv1d",
     "mamba.dynamics",
     "mamba.norm",
+    "linear_attn.in_proj_qkvz",
+    "linear_attn.in_proj_ba",
+    "linear_attn.in_proj_qkv",
+    "linear_attn.in_proj_z",
+    "linear_attn.in_proj_b",
+    "linear_attn.in_proj_a",
+    "linear_attn.conv1d",
+    "linear_attn.dynamics",
     # only for the attention's own parameter `sinks`, [heads]
     "self_attn",
 )
-# row-parallel, split along dim 1; out_proj is Mamba-2's
+# row-parallel, split along dim 1; out_proj is Mamba-2's and gated DeltaNet's
 ROW = ("o_proj", "down_proj", "out_proj")
 
 
@@ -91,7 +99,8 @@ def split_decoder_block(
     if hasattr(mlp, "experts"):
         split_experts(mlp, mesh, all_gather, reduce_scatter)
         mlp = mlp.shared_experts
-    parts = [part for part in (attention, block.mamba, mlp) if part is not None]
+    parts = (attention, block.mamba, block.linear_attn, mlp)
+    parts = [part for part in parts if part is not None]
     split_block(block, mesh, present(block, column), present(block, ROW), parts)
     if hasattr(attention, "kv_b_proj"):
         # latent attention gathers latents, which norms read: `split_block` may have chosen FP8

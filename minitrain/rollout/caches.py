@@ -7,8 +7,8 @@ sampler sets `Caches.step`, from which the layers' caches read which token belon
                    pool and attends to all keys of the sequence. For latent attention the pool holds
                    latents, as keys of one head; their first channels are the values
     RowsCache      the same on the CPU, where decoding steps read row buffers (cpu.py)
-    MambaCache     Mamba-2: `mix` runs the module's own scan from each sequence's state, and stores
-                   the new state
+    StateCache     Mamba-2 and gated DeltaNet: `mix` runs the module's own scan from each sequence's
+                   state, and stores the new state
 
 Pools are allocated when the first keys come, in their type and with this rank's heads.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.layers import rotary_frequencies
+from minitrain.models.shapes.mixers import DeltaShape, MambaShape
 from minitrain.rollout.cpu import RowContents, RowsCache
 from minitrain.rollout.kv_cache import LayerCache, PagedKVCache, join_chunks, zeros
 from minitrain.rollout.steps import DecodingStep, PromptStep, on_device
@@ -28,31 +29,31 @@ from minitrain.rollout.steps import DecodingStep, PromptStep, on_device
 CPU = torch.device("cpu")
 
 
-class MambaCache(LayerCache):
-    """The states of a Mamba-2 layer, one per slot.
+class StateCache(LayerCache):
+    """The states of a recurrent layer, one per slot.
 
     states: the convolution's last inputs, [slots, taps - 1, groups, channels], and the scan's
-        state, fp32 [slots, groups, heads, head_dim, state].
+        state, fp32 [slots, groups, *shape.states].
     """
 
-    def __init__(self, caches: "Caches", last: bool, shape):
+    def __init__(self, caches: "Caches", last: bool, shape: MambaShape | DeltaShape):
         super().__init__(caches, last)
         self.shape = shape
         self.states: list[Tensor] = []
-        # (mix, mixed, dt) of a step whose tokens may be rejected
+        # (mix, mixed, gates) of a step whose tokens may be rejected
         self.unsettled: tuple | None = None
 
-    def mix(self, mix: Callable, mixed: Tensor, dt: Tensor) -> Tensor:
-        """Run mix(mixed, dt, state=), the module's `Mamba2.mix`, on the step's tokens.
+    def mix(self, mix: Callable, mixed: Tensor, gates: Tensor) -> Tensor:
+        """Run mix(mixed, gates, state=), such as `Mamba2.mix`, on the step's tokens.
 
-        mixed: [1, tokens, groups, channels]; dt: [1, tokens, groups, heads].
+        mixed, gates: [1, tokens, groups, channels], see the module's `mix`.
         Returns [1, tokens, groups, heads, head_dim].
         """
         step = self.caches.step
         if not self.states:
             slots = self.caches.slots
             conv = (slots, self.shape.conv - 1, *mixed.shape[2:])
-            scan = (slots, *dt.shape[2:], self.shape.head_dim, self.shape.state)
+            scan = (slots, mixed.shape[2], *self.shape.states)
             self.states = [
                 zeros(conv, mixed.dtype, mixed.device),
                 zeros(scan, torch.float32, mixed.device),
@@ -60,19 +61,19 @@ class MambaCache(LayerCache):
         if isinstance(step, DecodingStep):
             # [rows, width, groups, ...]
             mixed = mixed.unflatten(1, (-1, step.width))[0]
-            dt = dt.unflatten(1, (-1, step.width))[0]
+            gates = gates.unflatten(1, (-1, step.width))[0]
             starts = step.positions[:: step.width] == 0
             drafts = step.width > 1
             if drafts:
-                self.unsettled = mix, mixed, dt
-            out = self._run(mix, mixed, dt, step.slots, starts, keep=not drafts)
+                self.unsettled = mix, mixed, gates
+            out = self._run(mix, mixed, gates, step.slots, starts, keep=not drafts)
             return out.flatten(0, 1)[None]
         outs = []
         for chunk in step.chunks:
             # both [1], by one copy to the device
             slot, starts = on_device([[chunk.slot], [chunk.cached == 0]], mixed.device)
             tokens = slice(None), chunk.tokens
-            outs.append(self._run(mix, mixed[tokens], dt[tokens], slot, starts.bool()))
+            outs.append(self._run(mix, mixed[tokens], gates[tokens], slot, starts.bool()))
         return join_chunks(outs, 1, mixed.shape[1])
 
     def settle(self, counts: Tensor) -> None:
@@ -81,33 +82,33 @@ class MambaCache(LayerCache):
         Token by token: their inputs are kept, as states after each of them would take more memory.
         """
         step = self.caches.step
-        mix, mixed, dt = self.unsettled
+        mix, mixed, gates = self.unsettled
         self.unsettled = None
         positions = step.positions.view(-1, step.width)
         for token in range(step.width):
             slots = step.slots.where(token < counts, self.caches.null_slot)
             one = slice(None), slice(token, token + 1)
-            self._run(mix, mixed[one], dt[one], slots, positions[:, token] == 0)
+            self._run(mix, mixed[one], gates[one], slots, positions[:, token] == 0)
 
     def _run(
         self,
         mix: Callable,
         mixed: Tensor,
-        dt: Tensor,
+        gates: Tensor,
         slots: Tensor,
         starts: Tensor,
         keep: bool = True,
     ) -> Tensor:
         """Run one sequence per row from the states in `slots`, or from zeros where it `starts`.
 
-        mixed, dt: [rows, tokens, groups, ...]; slots, starts: [rows]. keep: store the new states.
+        mixed, gates: [rows, tokens, groups, ...]; slots, starts: [rows]. keep: store the new states.
         Returns [rows, tokens, ...].
         """
         current = tuple(
             s[slots].masked_fill_(starts.view(-1, *[1] * (s.ndim - 1)), 0) for s in self.states
         )
         # replaces the contents of `current` by the states after the last token
-        out = mix(mixed, dt, state=current)
+        out = mix(mixed, gates, state=current)
         for state, new in zip(self.states, current, strict=True) if keep else ():
             state[slots] = new
         return out
@@ -166,8 +167,8 @@ class Caches:
             window = config.sliding_window if config.windowed(layer) else None
             kind = PagedKVCache if self.device.type == "cuda" else RowsCache
             return kind(self, last, window)
-        if mixer == "mamba":
-            return MambaCache(self, last, config.mamba)
+        if shape := config.recurrence(layer):
+            return StateCache(self, last, shape)
         return LayerCache(self, last) if self.records else None
 
     def routes(self, pages: list[int], count: int) -> np.ndarray:
@@ -206,7 +207,7 @@ class Caches:
     def settle(self, counts: Tensor) -> None:
         """Keep the states after the first `counts` [rows] tokens of each row of the step."""
         for layer in self.layers:
-            if isinstance(layer, MambaCache):
+            if isinstance(layer, StateCache):
                 layer.settle(counts)
 
     def refresh(self) -> bool:

@@ -5,8 +5,8 @@ With few tokens a step's time is the number of its kernels: some 45 in an eager 
     CUDA   graph break at the cache, which has a kernel of its own (`OpaqueCache`): one graph before
            it (norm, projections, rotation) and one after; 10 kernels and those of attention
     CPU    calling a graph costs the host 0.1 ms, so one graph has the whole block with its attention
-           (`TracedCache`): four products and five loops. Where samples share a prefix, and in Mamba
-           layers, there is a graph break as on CUDA
+           (`TracedCache`): four products and five loops. Where samples share a prefix, and in
+           recurrent layers, there is a graph break as on CUDA
 
 Layers of one kind share graphs, since weights are inputs. A graph is compiled for the first number
 of rows, again for any number when a second one comes, and once more for a single row. Where several
@@ -15,7 +15,7 @@ ranks share a model, their collectives are part of the graphs. Importing this fi
 A prefill on CUDA is compiled like a decoding step: 7 kernels per block, not 24, save a tenth of its
 time.
 
-Left out: prefill on the CPU, whose products are large; Mamba's scan, which the cache runs; steps
+Left out: prefill on the CPU, whose products are large; recurrent scans, which the cache runs; steps
 that send tokens to other ranks' experts or gather weights; on CUDA, decoding without a CUDA graph.
 """
 
@@ -28,8 +28,14 @@ from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic  # has no public name (torch 2.13)
 from torch.compiler import config
 
-from minitrain.rollout.caches import MambaCache
-from minitrain.rollout.cpu import RowsCache, attend_with_lse, of_queries, write_and_attend
+from minitrain.rollout.caches import StateCache
+from minitrain.rollout.cpu import (
+    RowsCache,
+    attend_to_buffers,
+    attend_with_lse,
+    of_queries,
+    row_places,
+)
 from minitrain.rollout.kv_cache import LayerCache, PagedKVCache
 from minitrain.rollout.steps import PromptStep, split_kv, write
 
@@ -128,8 +134,9 @@ class TracedCache(WrappedCache):
         # q: [1, heads, tokens, head_dim]; k, v: [1, kv_heads, tokens, head_dim]; returned as q
         new, channels = split_kv(k, v)
         write(self.pools, self.kv_index, new)
-        return write_and_attend(
-            self.buffers, self.positions, q, new, channels, self.width, sinks, self.attend_to_rows
+        write(self.buffers, row_places(self.positions, len(new[0]), self.width), new)
+        return attend_to_buffers(
+            self.buffers, q, channels, self.width, sinks, self.attend_to_rows
         )
 
     def attend_to_rows(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +171,7 @@ def attend_in_loops(
 def cache_for_compiler(layer: LayerCache) -> OpaqueCache | TracedCache:
     """Wrap a layer's cache for use in a compiled block."""
     step = layer.caches.step
-    if isinstance(step, PromptStep) or isinstance(layer, MambaCache):
+    if isinstance(step, PromptStep) or isinstance(layer, StateCache):
         return OpaqueCache(layer)
     on_cpu = isinstance(layer, RowsCache) and layer.pools
     # which rows share a prefix changes from step to step, and a graph would hold only for those

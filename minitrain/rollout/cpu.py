@@ -19,7 +19,7 @@ from minitrain.models import cpu
 from minitrain.models.attention import apply_sinks
 from minitrain.rollout.kv_cache import PagedKVCache, zeros
 from minitrain.rollout.scheduler import Sample
-from minitrain.rollout.steps import by_head, by_row, sinks_of_queries, write
+from minitrain.rollout.steps import PromptStep, by_head, by_row, sinks_of_queries
 
 # elements below which matrices are not packed: 1 MiB
 MIN_PACKED_ELEMENTS = 1 << 18
@@ -186,29 +186,45 @@ def of_queries(bias: Tensor, queries: int) -> Tensor:
     return bias if width == 1 else bias.repeat(1, 1, queries // width, 1)
 
 
-def write_and_attend(
+def row_places(positions: Tensor, kv_heads: int, width: int) -> tuple[Tensor, ...]:
+    """Return the index of new tokens in row buffers, which broadcasts to [tokens, kv_heads].
+
+    positions: int64 [tokens], `width` of each row.
+    """
+    rows = torch.arange(len(positions)) // width
+    return rows[:, None], torch.arange(kv_heads), positions[:, None]
+
+
+def write_by_one_thread(buffers: list[Tensor], places: Tensor, new: list[Tensor]) -> None:
+    """Write new keys and values [kv_heads, tokens, head_dim] to buffers [..., head_dim].
+
+    places: int64 [tokens x kv_heads], their numbers among the buffers' vectors.
+    `write` does the same. But there torch wakes all threads for more than 3,000 numbers, which takes
+    up to twice as long as writing them, and far longer on busy cores.
+    """
+    for buffer, x in zip(buffers, new, strict=True):
+        vectors = x.transpose(0, 1).reshape(-1, x.shape[2])
+        buffer.view(-1, x.shape[2]).index_copy_(0, places, vectors)
+
+
+def attend_to_buffers(
     buffers: list[Tensor],
-    positions: Tensor,
     q: Tensor,
-    new: list[Tensor],
     channels: int,
     width: int,
     sinks: Tensor | None,
     attend_rows: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Write new keys and values to the row buffers and attend to them.
+    """Attend to row buffers, which hold the new keys and values.
 
     buffers: keys, and values unless they are the keys' first channels, each [rows, kv_heads,
-    capacity, head_dim]. positions: int64 [rows x width]. q: [1, heads, rows x width, head_dim].
-    new: for each buffer [kv_heads, rows x width, head_dim]. channels: of a value.
+    capacity, head_dim]. q: [1, heads, rows x width, head_dim]. channels: of a value.
     width: tokens of a row.
     attend_rows: maps q, keys and values to outputs and log-sum-exps, see `RowsCache.attend_to_rows`.
     Returns [1, heads, rows x width, channels].
     """
-    kv_heads, tokens, _ = new[0].shape
-    rows = torch.arange(tokens) // width
-    write(buffers, (rows[:, None], torch.arange(kv_heads), positions[:, None]), new)
-    count = tokens // width
+    kv_heads = buffers[0].shape[1]
+    count = q.shape[2] // width
     out, log_sum = attend_rows(
         by_row(q, kv_heads, width), buffers[0][:count], buffers[-1][:count]
     )
@@ -228,21 +244,36 @@ class RowsCache(PagedKVCache):
         super().__init__(*args)
         self.buffers: list[Tensor] = []
 
+    def write(self, new: list[Tensor]) -> None:
+        if isinstance(self.caches.step, PromptStep):
+            super().write(new)
+        else:
+            page, offset = self.caches.step.kv_index
+            index = page[:, None], offset[:, None], torch.arange(len(new[0]))
+            write_by_one_thread(self.pools, self.places("pools", self.pools[0], index), new)
+
     def attend_to_samples(
         self, q: Tensor, new: list[Tensor], channels: int, sinks: Tensor | None
     ) -> Tensor:
         step = self.caches.step
+        buffers = self.gather()
+        index = row_places(step.positions, len(new[0]), step.width)
+        write_by_one_thread(buffers, self.places("rows", buffers[0], index), new)
         # [1, heads, tokens, channels]
-        return write_and_attend(
-            self.gather(),
-            step.positions,
-            q,
-            new,
-            channels,
-            step.width,
-            sinks,
-            self.attend_to_rows,
-        )
+        return attend_to_buffers(buffers, q, channels, step.width, sinks, self.attend_to_rows)
+
+    def places(self, kind: str, buffer: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+        """Return an index of three dimensions as numbers, int64 [tokens x kv_heads].
+
+        buffer: [..., head_dim], of the three dimensions. Layers with as many heads share it.
+        """
+        derived = self.caches.step.derived
+        key = kind, buffer.shape
+        if key not in derived:
+            _, second, third, _ = buffer.shape
+            first, middle, last = index
+            derived[key] = ((first * second + middle) * third + last).flatten()
+        return derived[key]
 
     def attend_to_rows(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Attend to each row's own keys, and to a group's shared prefix for all its rows at once.

@@ -15,14 +15,15 @@ those without drafts, whatever the drafts are.
               will draw with, so that both take the same of several likely tokens
 
 What rejected tokens leave in the pools lies behind the newest token, where no mask lets anyone look,
-and is overwritten when others come there. Mamba's states are stored once the counts are known
+and is overwritten when others come there. Recurrent states are stored once the counts are known
 (`Caches.settle`). Shapes are static: a step with its drafts is one CUDA graph. The caches of what
 drafts have the pages, slots and rows of the model's, so that the scheduler knows nothing of it.
 
 What drafts is a smaller model (`DraftModel`), or a layer that the model has for it (`MTPDrafter`).
 
-Left out: draft models with Mamba layers, trees of drafts, a k that follows the acceptance, later
-layers of multi-token prediction than the first, which published models have alone.
+Left out: draft models with recurrent layers, trees of drafts, later layers of multi-token prediction
+than the first, which published models have alone. k does not follow the acceptance: results/drafts.py
+finds 1, 2 and 3 within 9 % of each other.
 """
 
 from collections import Counter
@@ -130,7 +131,7 @@ def check_draft(config: DecoderConfig, draft: DecoderConfig | str) -> None:
         return
     check_vocabulary(config, draft, "draft model")
     if draft.is_recurrent:
-        told = "the draft model has Mamba layers, whose states cannot be taken back"
+        told = "the draft model has recurrent layers, whose states cannot be taken back"
         raise InputError(f"{told} (use one of attention alone)")
 
 

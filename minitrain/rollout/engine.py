@@ -265,7 +265,7 @@ class Sampler(TextMethods):
                     return []
                 return self._decode(work) if work.samples else []
             except BaseException:
-                # Mamba's states may include the step's tokens: compute them again
+                # recurrent states may include the step's tokens: compute them again
                 self.scheduler.preempt_all()
                 raise
 
@@ -426,7 +426,7 @@ class Sampler(TextMethods):
 
     def _allocate(self) -> None:
         settings = self.settings
-        # no prefix caching with Mamba layers: only a sequence's last state is kept
+        # no prefix caching with recurrent layers: only a sequence's last state is kept
         reuse = not self.config.is_recurrent
         size = settings.page_size
         self.page_count = page_count(

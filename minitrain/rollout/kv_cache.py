@@ -111,12 +111,16 @@ class PagedKVCache(LayerCache):
         if not self.pools:
             shape = self.caches.pages, self.caches.page_size
             self.pools = [zeros((*shape, x.shape[0], x.shape[2]), x.dtype, x.device) for x in new]
-        write(self.pools, step.kv_index, new)
+        self.write(new)
         if isinstance(step, PromptStep):
             outs = [self._attend_to_prompt(chunk, q, channels, sinks) for chunk in step.chunks]
             # padding tokens at the row's end belong to no chunk
             return join_chunks(outs, 2, q.shape[2])
         return self.attend_to_samples(q, new, channels, sinks)
+
+    def write(self, new: list[Tensor]) -> None:
+        """Write the step's keys and values to the pools. new: [kv_heads, tokens, head_dim] for each."""
+        write(self.pools, self.caches.step.kv_index, new)
 
     def _attend_to_prompt(
         self, chunk: Chunk, q: Tensor, channels: int, sinks: Tensor | None

@@ -35,7 +35,7 @@ from minitrain.rollout.sampling import SamplingParams
 class CacheEntry:
     """A sequence's part of the caches.
 
-    pages: they hold its first `cached` tokens. slot: where its Mamba states are.
+    pages: they hold its first `cached` tokens. slot: where its recurrent states are.
     stale: some of it was computed with earlier weights, so nobody else is to find it.
     """
 

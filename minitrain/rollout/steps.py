@@ -29,7 +29,7 @@ class Chunk:
     first, count: where they start in the row of tokens, and how many they are.
     cached: how many tokens of the sequence come before them; the caches hold these already.
     pages: int64 [pages], the sequence's pages up to the chunk's end.
-    slot: where the sequence's Mamba states are.
+    slot: where the sequence's recurrent states are.
     """
 
     first: int
@@ -91,7 +91,7 @@ class DecodingStep:
     The tensors are buffers whose addresses stay fixed, so that CUDA graphs can be replayed.
     positions: int64 [rows x width], each token's index in its sequence; a row's are consecutive.
     block_table: int64 [rows, columns], each sample's pages in order; beyond them, the null page.
-    slots: int64 [rows], where each sample's Mamba states are.
+    slots: int64 [rows], where each sample's recurrent states are.
     pool_pages: the number of pages of the whole pool.
     rows: on the CPU, what its caches read of row buffers (cpu.py).
     derived: what layers of one kind have computed for this step, for the others.

@@ -27,6 +27,7 @@ from torch import Tensor
 # torch.compile's backend without kernels calls debugging.boxed_nop, which has no public name
 from torch._dynamo.backends import debugging
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx import GraphModule
 from torch.nn import Module
 
 # torch's fake process group has no public name
@@ -39,6 +40,7 @@ from minitrain.models.merged_attention import MAX_CHANNELS, merged_attention
 from minitrain.models.quantize import is_placeholder
 from minitrain.parallel import recompute, shards
 from minitrain.parallel.mesh import Meshes
+from minitrain.parallel.overlap import fill_waits
 from minitrain.run.launch.start import meshes_of
 from minitrain.run.monitor.flops import unseen_keys
 from minitrain.settings import Config
@@ -281,8 +283,7 @@ def patched_for_fake_tensors(visible: float | None) -> Iterator[None]:
         patch.object(
             torch, "as_strided", partial(as_strided_unless_placeholder, torch.as_strided)
         ),
-        # trace each compiled graph once
-        patch.object(debugging, "boxed_nop", RepeatedGraph),
+        patch.object(debugging, "boxed_nop", repeated_graph),
     ]
     if visible is not None:
         # CPUs accumulate the head's gradient differently than CUDA
@@ -291,6 +292,13 @@ def patched_for_fake_tensors(visible: float | None) -> Iterator[None]:
         for each in patches:
             stack.enter_context(each)
         yield
+
+
+def repeated_graph(graph: GraphModule, inputs: list) -> RepeatedGraph:
+    """Return a compiled graph in the order that overlap.py gives it, which is traced once."""
+    fill_waits(graph.graph)
+    graph.recompile()
+    return RepeatedGraph(graph, inputs)
 
 
 def without_fake_tensors(function: Callable) -> Callable:

@@ -6,7 +6,7 @@ from minitrain import Sampler, SamplingParams
 from minitrain.bench.decoding import Reads, bytes_read, model_reads
 from minitrain.models.decoder import Decoder
 from minitrain.models.zoo import model_config
-from minitrain.rollout.caches import MambaCache
+from minitrain.rollout.caches import StateCache
 from minitrain.rollout.kv_cache import PagedKVCache
 from minitrain.settings import Rollout
 
@@ -24,7 +24,15 @@ def test_of_a_published_model():
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3-8b", "gpt-oss-20b", "deepseek-v3", "nemotron3-nano-30b-a3b", "gpt3-175b"]
+    "name",
+    [
+        "llama3-8b",
+        "gpt-oss-20b",
+        "deepseek-v3",
+        "nemotron3-nano-30b-a3b",
+        "qwen3-next-80b-a3b",
+        "gpt3-175b",
+    ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_is_what_the_sampler_holds(name, tied):
@@ -47,7 +55,7 @@ def test_is_what_the_sampler_holds(name, tied):
                 sum(pool.nbytes for pool in layer.pools)
                 == reads.token * caches.pages * caches.page_size
             )
-        elif isinstance(layer, MambaCache):
+        elif isinstance(layer, StateCache):
             states += sum(state.nbytes for state in layer.states) / caches.slots
     assert reads.states == states
 

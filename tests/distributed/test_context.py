@@ -353,7 +353,7 @@ def test_the_compiler_keeps_the_order_of_collectives_inside_of_blocks(layout, ke
     config = from_dict(tree | {"device": "cpu"})
     with fake_world(2), mock.patch.object(parallelize, "compile_blocks") as compiled:
         lay_out(partial(make_model, config), config, meshes_of(config, "cpu"))
-    assert compiled.call_args.kwargs == {"keep_order": keeps}
+    assert compiled.call_args.kwargs == {"communicates": keeps}
 
 
 # ------------------------------------------------------------------------------------------------------ split, refusals

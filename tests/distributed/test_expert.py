@@ -40,6 +40,7 @@ from tests.helpers.oracle import check_against_one_process, packed_batch
 from tests.helpers.oracle import train as train_to_trace
 from tests.helpers.resharding import TREE as TRAINED
 from tests.helpers.resharding import assert_equal, load, train
+from tests.helpers.training import in_flight
 
 TREE = {
     "batch": {"global": 8, "micro": 2, "seq_len": 16},
@@ -317,22 +318,6 @@ def test_nothing_waits_with_the_fake_gate():
         assert output.shape == x.grad.shape == (TOKENS, WIDTH)
 
 
-def in_flight(run, operator="aten::mm"):
-    """For each all-to-all of `run`, in order of their ends: calls of an operator between its start and its end."""
-    run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run()
-    found, flying = [], []
-    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
-        if event.name == "_c10d_functional::all_to_all_single":
-            flying.append(0)
-        elif event.name == "_c10d_functional::wait_tensor":
-            found.append(flying.pop(0))
-        elif event.name == operator:
-            flying = [count + 1 for count in flying]
-    return found
-
-
 def test_what_needs_no_rows_is_computed_while_they_are_sent():
     """The shared expert's 3 products, then their 6 gradients; and the rows are sorted by expert, in 2 steps.
 
@@ -353,7 +338,7 @@ def test_what_needs_no_rows_is_computed_while_they_are_sent():
 
         weights, rows, results = 3, 3, 0
         assert in_flight(run) == [weights, rows, results, 0, 6]
-        assert in_flight(run, "aten::nonzero_static")[:3] == [0, 2, 0]
+        assert in_flight(run, ("aten::nonzero_static",))[:3] == [0, 2, 0]
 
 
 class Meanwhile(torch.nn.Module):
@@ -374,7 +359,7 @@ def test_the_compiler_leaves_what_is_computed_meanwhile_where_it_is():
     """By its own order, which saves memory, it waits for the gradients at once."""
     with fake_world(2):
         module = Meanwhile(init_device_mesh("cpu", (2,)))
-        compile_blocks([module], dynamic=False, keep_order=True)
+        compile_blocks([module], dynamic=False, communicates=True)
         x = torch.randn(64, 64, requires_grad=True)
         _, gradients = in_flight(lambda: module(x).sum().backward())
         assert gradients >= 3

@@ -47,12 +47,10 @@ def test_other_families(pool, model):
 
 @pytest.mark.parametrize("model", families(lambda config: not is_dense(config)))
 def test_experts_and_hybrids(pool, model):
-    config = model_config(model)
-    # softmax does not see the bias of a key's channels that are not rotated: its gradient is a sum that
-    # is 0, and its rounding is as large as what the rotated channels get while scores are small
-    cancels = config.qkv_bias and config.partial_rotary_factor < 1
-    tree = TREE | {"model": {"name": model}}
-    check_against_one_process(pool, 2, tree, steps=2, double=cancels)
+    # softmax does not see what all keys share, so what tokens add to the gradient of their bias nearly
+    # cancels: of GLM's it leaves a hundredth, and in fp32 another order of the sum changes 1e-6 of that
+    double = model_config(model).qkv_bias
+    check_against_one_process(pool, 2, TREE | {"model": {"name": model}}, steps=2, double=double)
 
 
 def save_sharded(folder):

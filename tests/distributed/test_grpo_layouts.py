@@ -252,6 +252,7 @@ def sample_shared(tree):
         ({"name": "deepseek-v3-tiny"}, 2),
         ({"name": "gpt-oss-20b-tiny", "num_key_value_heads": 1}, 2),
         ({"name": "nemotron3-super-120b-a12b-tiny"}, 2),
+        ({"name": "qwen3-next-80b-a3b-tiny"}, 2),
     ],
     ids=str,
 )

@@ -52,6 +52,8 @@ def test_many(pool, names):
         ("nemotron3-nano-30b-a3b-tiny", ("fsdp", "pp")),
         ("nemotron3-super-120b-a12b-tiny", ("cp", "fsdp")),
         ("nemotron3-super-120b-a12b-tiny", ("ulysses", "tp")),
+        ("qwen3-next-80b-a3b-tiny", ("cp", "fsdp")),
+        ("qwen3.5-35b-a3b-tiny", ("ulysses", "tp")),
     ],
     ids=str,
 )

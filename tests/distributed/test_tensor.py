@@ -40,7 +40,7 @@ from tests.helpers.oracle import (
     train,
 )
 from tests.helpers.resharding import train as train_from
-from tests.helpers.training import materialised, one_graph
+from tests.helpers.training import filled_waits, materialised, one_graph
 
 MODEL = {"name": "llama3-8b-tiny", "vocab_size": 124, "num_layers": 2, "initializer_range": 0.05}
 TREE = {
@@ -184,7 +184,8 @@ def train_compiled(*args):
     """`train` with one graph for all blocks, handed to autograd instead of to a C++ compiler."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+    aot_eager = mock.patch("torch.compile", partial(torch.compile, backend="aot_eager"))
+    with aot_eager, filled_waits():
         trace = train(*args)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     return trace

@@ -33,6 +33,7 @@ FAMILIES = [
     "deepseek-v3-tiny",
     "gpt-oss-20b-tiny",
     "nemotron3-nano-30b-a3b-tiny",
+    "qwen3.5-35b-a3b-tiny",
 ]
 SIZES = {"vocab_size": 258, "initializer_range": 0.2}
 select = Router._select

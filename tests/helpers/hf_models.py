@@ -25,8 +25,11 @@ from transformers import (
     NemotronHConfig,
     Olmo3Config,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -259,7 +262,24 @@ _GRANITE4 = (
 )
 # transformers 5.24 uses time_step_min only
 BOUNDED = dict(time_step_min=0.6, time_step_limit=(0.6, math.inf))
+_DELTA = _SIZES | dict(
+    num_hidden_layers=3,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=3,
+    rms_norm_eps=1e-3,
+    rope_parameters=theta_of(1000.0) | dict(partial_rotary_factor=0.5),
+)
+_DELTA_MOE = _DELTA | _MOE | dict(num_experts=8, shared_expert_intermediate_size=56)
 HYBRID_CONFIGS = {
+    "qwen3-next": lambda: Qwen3NextConfig(
+        **_DELTA_MOE, full_attention_interval=2, norm_topk_prob=False
+    ),
+    "qwen3.5": lambda: Qwen3_5TextConfig(**_DELTA, full_attention_interval=3),
+    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(**_DELTA_MOE, full_attention_interval=2),
     "nemotron_h": lambda: NemotronHConfig(**_HYBRID, n_groups=2, layer_norm_epsilon=1e-3),
     "nemotron_h-latent": lambda: NemotronHConfig(
         **_HYBRID, n_groups=4, moe_latent_size=24, n_group=2, topk_group=1
@@ -340,6 +360,12 @@ PUBLISHED_PARAMETERS = {
     "granite-4.0-h-small": 32_207_337_984,
     "granite-4.0-h-micro": 3_191_396_096,
     "granite-4.0-micro": 3_402_836_480,
+    # with a layer of multi-token prediction 81,324,862,720, the hub's
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    # without the vision tower and the layer of multi-token prediction
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
     "gpt3-175b": 174_604_259_328,
 }
 

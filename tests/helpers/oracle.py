@@ -40,6 +40,7 @@ from minitrain.training.loss import IGNORE
 from minitrain.training.objectives import make_objective
 from minitrain.training.optim import clip_gradients
 from tests.helpers.pool import Pool, part_of
+from tests.helpers.training import filled_waits
 
 # parameter name -> tensor
 Tensors = dict[str, Tensor]
@@ -179,7 +180,8 @@ def collective(op, args) -> str | None:
 
 def train_compiled(*args) -> Trace:
     """Run `train` with a compiler backend that makes graphs, but does not generate C++."""
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+    aot_eager = mock.patch("torch.compile", partial(torch.compile, backend="aot_eager"))
+    with aot_eager, filled_waits():
         return train(*args)
 
 

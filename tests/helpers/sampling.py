@@ -23,9 +23,8 @@ def make(name: str, seed: int = 0, **fields) -> Decoder:
         model_config(f"{name}-tiny", **{"eos_token_id": None} | fields)
     ).requires_grad_(False)
     for key, parameter in model.named_parameters():
-        scale = (
-            key.endswith(("norm.weight", "norm1.weight")) and model.config.norm != "layernorm1p"
-        )
+        around_0 = model.config.norm.endswith("1p") and "linear_attn" not in key
+        scale = key.endswith(("norm.weight", "norm1.weight")) and not around_0
         parameter.normal_(float(scale), 0.3 if scale else 0.08)
     return model
 

@@ -8,7 +8,6 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 
 from minitrain.errors import InputError
 from minitrain.models.decoder import Block, Decoder
-from minitrain.models.decoder_config import MambaShape
 from minitrain.models.mamba import (
     GroupedRMSNorm,
     Mamba2,
@@ -18,6 +17,7 @@ from minitrain.models.mamba import (
     initialize_parameter,
     scan,
 )
+from minitrain.models.shapes.mixers import MambaShape
 from minitrain.models.zoo import model_config
 from minitrain.run.config.load import from_dict
 from minitrain.settings import Optim

@@ -1,8 +1,9 @@
-"""Nemotron-H, with and without latent experts, and GPT-2, which has GPT-3's architecture, against transformers."""
+"""Hybrids, and GPT-2, which has GPT-3's architecture, against transformers."""
 
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -167,7 +168,15 @@ def test_dtype_is_the_embeddings_where_config_json_has_none(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["nemotron3-nano-30b-a3b", "nemotron3-super-120b-a12b", "gpt3-175b"]
+    "name",
+    [
+        "nemotron3-nano-30b-a3b",
+        "nemotron3-super-120b-a12b",
+        "qwen3-next-80b-a3b",
+        "qwen3.5-9b",
+        "qwen3.5-35b-a3b",
+        "gpt3-175b",
+    ],
 )
 def test_models_of_the_zoo_can_be_saved(name, tmp_path):
     """transformers builds the tiny twin from what we write, and computes what it computes."""
@@ -235,6 +244,22 @@ def test_models_of_the_zoo_can_be_saved(name, tmp_path):
         ("granite-4", dict(time_step_limit=[0.0, 1.0]), ["time_step_limit=[0.0, 1.0]"]),
         ("granite-4", dict(shared_intermediate_size=0), ["shared_intermediate_size=0 must be"]),
         ("granite-4", dict(logits_scaling=0), ["logits_scaling=0.0 must be above 0"]),
+        ("qwen3-next", dict(decoder_sparse_step=2), ["decoder_sparse_step=2"]),
+        ("qwen3-next", dict(mlp_only_layers=[1]), ["mlp_only_layers=[1]"]),
+        (
+            "qwen3-next",
+            dict(num_nextn_predict_layers=2),
+            ["num_nextn_predict_layers=2", "0 or 1"],
+        ),
+        ("qwen3-next", dict(linear_num_key_heads=4), ["linear_num_key_heads=4 does not divide"]),
+        (
+            "qwen3-next",
+            dict(layer_types=["mamba"] * 3),
+            ["layer_types has 'mamba', which is none"],
+        ),
+        ("qwen3.5", dict(layer_types=None, full_attention_interval="4"), ["interval='4'"]),
+        ("qwen3.5", dict(num_hidden_layers=4), ["'dda' has 3 letters", "num_hidden_layers=4"]),
+        ("qwen3.5", dict(attn_output_gate=False), ["attn_output_gate=False"]),
         ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
         ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
         ("gpt2", dict(activation_function="relu"), [": activation_function='relu'", "gelu_new"]),
@@ -249,6 +274,78 @@ def test_configs_that_the_decoder_cannot_compute(family, changes, parts, tmp_pat
     build(family).save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", **changes)
     call_refused(lambda: read_config(tmp_path), tmp_path / "config.json", *parts)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe"])
+def test_the_language_model_in_files_of_one_that_sees(family, tmp_path):
+    """As on the hub: transformers' AutoModelForCausalLM reads the same part of them."""
+    theirs, tokens = build(family), random_tokens(1, 40)
+    theirs.save_pretrained(tmp_path)
+    inner = json.loads((tmp_path / "config.json").read_text())
+    kind = theirs.config.model_type.removesuffix("_text")
+    outer = dict(
+        architectures=[
+            theirs.config.architectures[0].replace("CausalLM", "ConditionalGeneration")
+        ],
+        model_type=kind,
+        text_config=inner,
+        vision_config=dict(model_type=f"{kind}_vision"),
+    )
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = {
+        re.sub(r"^model\.(?!language_model)", "model.language_model.", name): tensor
+        for name, tensor in stored.items()
+    }
+    tensors["model.visual.merger.norm.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ours = load_pretrained(tmp_path)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    compare_with_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_the_layer_of_multi_token_prediction_is_read_and_written(family, tmp_path):
+    """By vLLM's names and in its order: fc [embedding, hidden], under norms of their own."""
+    theirs = build(family)
+    theirs.save_pretrained(tmp_path / "theirs")
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    last = re.escape(f"model.layers.{max_attention(theirs.config)}.")
+    block = {
+        re.sub(last, "mtp.layers.0.", name): tensor.clone()
+        for name, tensor in stored.items()
+        if re.match(last, name)
+    }
+    further = {
+        "mtp.fc.weight": random_tokens(48, 96).float() / 96,
+        "mtp.pre_fc_norm_embedding.weight": torch.full((48,), 0.1),
+        "mtp.pre_fc_norm_hidden.weight": torch.full((48,), 0.2),
+        "mtp.norm.weight": torch.full((48,), 0.3),
+    }
+    save_file(stored | block | further, tmp_path / "theirs" / "model.safetensors")
+    ours = load_pretrained(tmp_path / "theirs")
+    (layer,) = ours.mtp_layers
+    assert torch.equal(layer.eh_proj.weight, further["mtp.fc.weight"])
+    assert (layer.enorm.weight == 0.1).all() and (layer.hnorm.weight == 0.2).all()
+    assert (layer.shared_head.norm.weight == 0.3).all()
+    attention = ours.model.layers[str(max_attention(theirs.config))].self_attn
+    assert torch.equal(layer.self_attn.q_proj.weight, attention.q_proj.weight)
+    save_pretrained(ours, tmp_path / "ours")
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert {name for name in written if name.startswith("mtp.")} >= further.keys()
+    again = load_pretrained(tmp_path / "ours").state_dict()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(again[name], tensor), name
+    # transformers leaves it out
+    tokens = random_tokens(1, 40)
+    torch.testing.assert_close(
+        ours(tokens), reload(tmp_path / "ours")(tokens).logits, atol=1e-4, rtol=0
+    )
+
+
+def max_attention(config):
+    """The number of the last layer with attention."""
+    return max(i for i, kind in enumerate(config.layer_types) if kind == "full_attention")
 
 
 def test_gpt2_as_openai_published_it(tmp_path):

@@ -25,6 +25,7 @@ from minitrain.formats.peft import (
     save_adapter,
     unreadable_note,
 )
+from minitrain.formats.peft_names import our_target, peft_module
 from minitrain.formats.wan_names import adapter_place
 from minitrain.models.lora import add_adapters, is_adapter
 from minitrain.models.zoo import model_config
@@ -50,6 +51,11 @@ CASES = {  # family: Linears, parameters
     "gpt-oss": ([], EXPERTS),
     "qwen3-moe": (["o_proj"], ["mlp.experts.down_proj"]),
     "deepseek-v3": (["kv_a_proj_with_mqa", "q_b_proj"], ["experts.gate_up_proj"]),
+    "qwen3-next": (
+        ["q_proj", "in_proj_qkvz", "in_proj_ba", "shared_expert_gate"],
+        ["experts.gate_up_proj", "experts.down_proj"],
+    ),
+    "qwen3.5": (["in_proj_qkv", "in_proj_z", "o_proj"], None),
     "nemotron_h": (r".*\.(q_proj|in_proj)", ["experts.up_proj", "experts.down_proj"]),
     "glm-4.5": (["q_proj", "v_proj"], EXPERTS),
     "minimax-m2": (["q_proj"], EXPERTS),
@@ -574,6 +580,16 @@ def test_what_cannot_be_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "theirs"), [("qwen3-next-80b-a3b", "shared_expert"), ("glm-4.5", "shared_experts")]
+)
+def test_a_shared_expert_is_called_as_in_transformers(name, theirs):
+    path = "model.layers.1.mlp.{}.up_proj"
+    assert peft_module(path.format("shared_experts"), model_config(name)) == path.format(theirs)
+    target = our_target(f"{theirs}.up_proj", "target_modules")
+    assert target == "shared_experts.up_proj"
+
+
+@pytest.mark.parametrize(
     "name, targets, said",
     [
         ("deepseek-v3-tiny", list(TARGETS), "this model's down_proj, gate_proj, up_proj, but"),
@@ -582,6 +598,11 @@ def test_what_cannot_be_loaded(tmp_path):
         ("granite-4.0-h-micro-tiny", ["q_proj", "up_proj"], "this model's up_proj, but"),
         ("kimi-k2-tiny", ["mlp.gate_proj"], "this model's gate_proj, but"),
         ("nemotron3-nano-30b-a3b-tiny", ["in_proj", "out_proj"], "this model's out_proj, but"),
+        (
+            "qwen3.5-35b-a3b-tiny",
+            list(TARGETS),
+            "this model's down_proj, gate_proj, up_proj, but",
+        ),
         ("qwen3-30b-a3b-tiny", list(TARGETS), None),
         ("llama3-8b-tiny", list(TARGETS), None),
     ],

@@ -13,20 +13,12 @@ from minitrain.models.zoo import model_config
 from minitrain.settings import Rollout
 from minitrain.training.log_probs import linear_log_probs
 from minitrain.training.loss import IGNORE
+from tests.helpers.families import families, is_rotary
 
 PROMPTS = [list(range(5, 35)), list(range(7, 40)), [3], [*range(5, 35), 99]]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama3-8b-tiny",
-        "llama3.1-8b-tiny",
-        "qwen2.5-7b-tiny",
-        "qwen3-32b-tiny",
-        "nemotron4-15b-tiny",
-    ],
-)
+@pytest.mark.parametrize("name", [*families(is_rotary), "llama3.1-8b-tiny"])
 @pytest.mark.parametrize(
     "limits", [{}, {"page_size": 4, "pages": 24, "slots": 3}], ids=["plain", "preempted"]
 )

@@ -10,6 +10,7 @@ from minitrain.models.zoo import model_config
 from minitrain.rollout import kv_cache
 from minitrain.rollout.caches import Caches
 from minitrain.rollout.capacity import check_page_size
+from minitrain.rollout.cpu import RowsCache
 from minitrain.rollout.steps import DecodingStep
 from minitrain.settings import Rollout
 
@@ -96,3 +97,25 @@ def test_pages_of_the_default_size_are_read_on_cuda():
         check_page_size(128, latents, tp=2, width=4)
     with pytest.raises(InputError, match="page_size=128 must be .* at least 256 for this model"):
         check_page_size(128, config, tp=8, width=33)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_decoding_on_the_cpu_writes_each_vector_to_its_place(kv_heads, width):
+    """And not by torch's indexing, which would wake all threads."""
+    positions = (POSITIONS[:, None] + torch.arange(width)).flatten()
+    step = DecodingStep(positions, TABLE, torch.arange(3), PAGE, PAGES)
+    step.begin()
+    owner = Caches(model_config("llama3-8b-tiny"), PAGES - 1, PAGE, slots=3)
+    owner.step, layer = step, RowsCache(owner, False, None)
+    layer.pools = [torch.zeros(PAGES, PAGE, kv_heads, DIM) for _ in range(2)]
+    new = [torch.randn(kv_heads, 3 * width, DIM) for _ in range(2)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer.write(new)
+    for pool, x in zip(layer.pools, new, strict=True):
+        expected = torch.zeros_like(pool)
+        for token, position in enumerate(positions.tolist()):
+            page = TABLE[token // width, position // PAGE]
+            expected[page, position % PAGE] = x[:, token]
+        assert torch.equal(pool, expected)
+    assert not [event for event in profile.key_averages() if "index_put" in event.key]

@@ -116,7 +116,7 @@ def test_latents_are_kept_once():
     }
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b", "qwen3.5-9b"])
 def test_samples_do_not_depend_on_the_batch(name):
     model, prompts = make(name), prompts_of()
     params = [

@@ -9,7 +9,7 @@ import torch
 from minitrain import Sampler, SamplingParams
 from minitrain.data.tokenizer import ByteTokenizer
 from minitrain.errors import InputError
-from minitrain.rollout.caches import MambaCache
+from minitrain.rollout.caches import StateCache
 from minitrain.settings import Rollout
 from tests.helpers.sampling import NEW, make, prompts_of, uncached
 
@@ -60,7 +60,7 @@ def test_states_are_kept_in_fp32():
         make("nemotron3-nano-30b-a3b").bfloat16(), settings=Rollout(page_size=4, pages=20)
     )
     sampler.generate([[1, 2]], SamplingParams(max_tokens=2))
-    states = [layer.states for layer in sampler.caches.layers if isinstance(layer, MambaCache)]
+    states = [layer.states for layer in sampler.caches.layers if isinstance(layer, StateCache)]
     assert {(conv.dtype, scan.dtype) for conv, scan in states} == {
         (torch.bfloat16, torch.float32)
     }

@@ -155,7 +155,7 @@ def test_memory_is_for_samples_as_long_as_expected(name):
     assert len(last.tokens) == 1 and last.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen3-32b", "nemotron3-nano-30b-a3b", "qwen3.5-9b"])
 def test_a_prompt_is_computed_once_for_samples_that_take_turns(name, monkeypatch):
     """Also where those that are decoded fill all pages of theirs: what they copy from has one more."""
     lengths, computed = [], Scheduler.prefilled

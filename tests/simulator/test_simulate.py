@@ -47,6 +47,8 @@ from minitrain.simulator.simulate import (
 )
 from minitrain.simulator.timeline import Rows, Span, Timeline, load_system
 from minitrain.simulator.trace import MEMORY_KINDS, Event, Trace, Tracer
+from minitrain.training.build import initialize
+from tests.helpers.oracle import count_flops
 from tests.helpers.simulator import SECOND
 
 TREE = {
@@ -55,6 +57,22 @@ TREE = {
     "parallel": {"dp_shard": 2},
     "device": "cpu",
 }
+
+
+def test_products_of_a_delta_rule_are_those_that_run():
+    """A step of one layer over two chunks: FLOPs as torch counts them of the model on the CPU."""
+    tree = TREE | {
+        "model": {"name": "qwen3.5-9b-tiny", "num_layers": 1, "layer_pattern": "d"},
+        "batch": {"global": 2, "micro": 1, "seq_len": 100},
+    }
+    config = configs.from_dict(tree)
+    events = trace_step(config, 2).events
+    # those of several matrices are the rule's
+    found = sum(event.flops for event in events if event.kind == "gemm" and event.sizes[0] > 1)
+    model = Decoder(config.model.config)
+    initialize(model, 0)
+    counted = count_flops(lambda: model(torch.arange(100)[None]).sum().backward())
+    assert found == counted["aten.bmm"] > 0
 
 
 def test_few_micro_batches_stand_for_all_exactly():

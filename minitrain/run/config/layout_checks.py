@@ -7,17 +7,22 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.parallel.pipeline_split import SCHEDULES, head_fits, pipeline_needs
 from minitrain.settings import Config
 
+# recurrent mixer -> the field with the number of its groups of heads, which ranks share
+GROUPS = {"mamba": "mamba_n_groups", "delta": "linear_num_key_heads"}
+
 
 def context_faults(config: Config) -> Faults:
     p = config.parallel
     model = config.model.config
     length = config.batch.seq_len
-    groups = model.mamba_n_groups
-    yield (
-        model.is_recurrent and groups % (p.cp * p.tp),
-        f"parallel.cp={p.cp} x tp={p.tp} does not divide mamba_n_groups={groups} "
-        f"(use cp={alternatives(divisors(groups // p.tp))})",
-    )
+    mixers = {model.parts(layer)[0] for layer in model.all_layers}
+    for mixer, field in GROUPS.items():
+        groups = getattr(model, field)
+        yield (
+            mixer in mixers and groups % (p.cp * p.tp),
+            f"parallel.cp={p.cp} x tp={p.tp} does not divide {field}={groups} "
+            f"(use cp={alternatives(divisors(groups // p.tp))})",
+        )
     unit = 2 * p.cp if p.context == "allgather" else p.cp
     below = length // unit * unit
     yield (
@@ -49,7 +54,7 @@ def split_sizes(model: DecoderConfig, tp: int, ep: int) -> dict[str, int]:
     parts = {part for layer in model.all_layers for part in model.parts(layer)}
     fields = {
         "attention": ["num_key_value_heads", "num_attention_heads"],
-        "mamba": ["mamba_n_groups"],
+        **{mixer: [field] for mixer, field in GROUPS.items()},
         "mlp": ["intermediate_size"],
         "moe": ["shared_expert_intermediate_size"],
     }

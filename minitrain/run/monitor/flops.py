@@ -16,7 +16,8 @@ In the formulas N is `work.weights`, d L is `work.attention`, S is `work.state` 
 weight costs 2 FLOPs per token in each of three products: output, gradient of the input, gradient of
 the weight. Attention has two products per key (scores, values), 4 d L FLOPs, and twice that backward:
 12 d L per key. A sliding window limits the number of keys. Of experts, only those that a token
-selects count. A Mamba-2 state has two products per element (write, read), for any length: 12 S.
+selects count. A Mamba-2 state has two products per element (write, read), for any length: 12 S. That
+of gated DeltaNet has three (read by key, write, read by query): 18 D, where D is `work.delta`.
 
 These are model FLOPs: recomputation, norms, rotary embeddings, softmax and the optimizer do not count.
 """
@@ -33,6 +34,7 @@ from minitrain.models.decoder_config import DecoderConfig
 from minitrain.models.lora import find_targets
 from minitrain.models.moe import Experts
 from minitrain.models.router import Router
+from minitrain.models.shapes.mixers import state_elements
 from minitrain.models.wan import WanConfig
 from minitrain.models.zoo import empty_model
 from minitrain.settings import TARGETS, Config, Lora
@@ -61,6 +63,8 @@ class Work:
     window: int = 0
     # weights that score experts
     routers: int = 0
+    # D, elements of all states of gated DeltaNets: heads * width of keys * width of values, summed
+    delta: int = 0
 
     def keys(self, seq_len: float) -> float:
         """Return d L times the keys that a token attends to, averaged over a causal sequence.
@@ -80,7 +84,7 @@ Convention = Callable[[Work, float], float]
 
 
 def clean(work: Work, seq_len: float) -> float:
-    """Count only what a step must compute: 6 N + 6 d L s (the causal half) + 12 S.
+    """Count only what a step must compute: 6 N + 6 d L s (the causal half) + 12 S + 18 D.
 
     With LoRA, a frozen weight counts 4 and an adapter's weight 6. Routers count as weights. Gradients
     also flow through frozen weights, so attention's backward pass counts in full. For packed
@@ -88,7 +92,8 @@ def clean(work: Work, seq_len: float) -> float:
     """
     weights = work.weights + work.routers
     trained, frozen = (work.adapters, weights) if work.adapters else (weights, 0)
-    return 6 * trained + 4 * frozen + 12 * work.keys(seq_len) + 12 * work.state
+    states = 12 * work.state + 18 * work.delta
+    return 6 * trained + 4 * frozen + 12 * work.keys(seq_len) + states
 
 
 def automodel(work: Work, seq_len: float) -> float:
@@ -164,7 +169,8 @@ def count_work(config: DecoderConfig, adapters: int = 0) -> Work:
         routers=sum(
             module.weight.numel() for module in model.modules() if isinstance(module, Router)
         ),
-        state=mixers.count("mamba") * config.mamba.width * config.ssm_state_size,
+        state=mixers.count("mamba") * state_elements(config.mamba),
+        delta=mixers.count("delta") * state_elements(config.delta),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         adapters=adapters,
     )

@@ -1,6 +1,6 @@
 """The shapes of published mixtures of experts."""
 
-from minitrain.models.published import size
+from minitrain.models.shapes import size
 
 _MIXTRAL = dict(
     family="mixtral",

@@ -1,4 +1,4 @@
-"""The shapes of the published models, fields of `DecoderConfig`: a file per kind of layer."""
+"""The published models' shapes, a file per kind of layer, and in mixers.py those of mixers."""
 
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_attention_heads")
 

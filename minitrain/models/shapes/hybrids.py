@@ -1,6 +1,6 @@
 """The shapes of published hybrids: attention, and layers that carry a state."""
 
-from minitrain.models.published import size
+from minitrain.models.shapes import size
 
 _NEMOTRON3 = dict(
     family="nemotron_h",
@@ -37,6 +37,24 @@ _GRANITE4 = dict(
     eos_token_id=100257,
 )
 _GRANITE4_HYBRID = _GRANITE4 | dict(position_embedding="none", layer_pattern="mmmmmammmm" * 4)
+_QWEN3_NEXT = dict(
+    family="qwen3_next",
+    vocab_size=151936,
+    num_key_value_heads=2,
+    head_dim=256,
+    max_position_embeddings=262144,
+    norm="rmsnorm1p",
+    norm_eps=1e-6,
+    rope_theta=1e7,
+    partial_rotary_factor=0.25,
+    qk_norm=True,
+    attn_output_gate=True,
+    bos_token_id=151643,
+    eos_token_id=151645,
+)
+_QWEN35 = _QWEN3_NEXT | dict(
+    family="qwen3_5_text", vocab_size=248320, bos_token_id=None, eos_token_id=248044
+)
 
 HYBRIDS: dict[str, dict] = {
     "nemotron3-nano-30b-a3b": _NEMOTRON3
@@ -95,4 +113,31 @@ HYBRIDS: dict[str, dict] = {
     "granite-4.0-micro": _GRANITE4
     | size(2560, 8192, 40, 40, num_key_value_heads=8, head_dim=64)
     | dict(rope_theta=1e7, mamba_num_heads=80, attention_multiplier=1 / 64, logits_scaling=10.0),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT
+    | size(2048, 5120, 48, 16)
+    | dict(
+        layer_pattern="ddda" * 12,
+        linear_fused_proj=True,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        shared_expert_gate=True,
+    ),
+    "qwen3.5-9b": _QWEN35
+    | size(4096, 12288, 32, 16, num_key_value_heads=4, layer_pattern="ddda" * 8),
+    "qwen3.5-27b": _QWEN35
+    | size(5120, 17408, 64, 24, num_key_value_heads=4, layer_pattern="ddda" * 16)
+    | dict(linear_num_value_heads=48),
+    "qwen3.5-35b-a3b": _QWEN35
+    | size(2048, 512, 40, 16)
+    | dict(
+        family="qwen3_5_moe_text",
+        layer_pattern="ddda" * 10,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        shared_expert_gate=True,
+    ),
 }

@@ -1,6 +1,6 @@
 """The shapes of published models whose MLPs are all dense."""
 
-from minitrain.models.published import size
+from minitrain.models.shapes import size
 
 _LLAMA3 = dict(
     family="llama",
