@@ -55,7 +55,7 @@ BUDGETS = {
     "run/config": 10_550,
     "run/launch": 6_250,
     "run/checkpoint": 5_650,
-    "run/monitor": 8_450,
+    "run/monitor": 8_500,
     "run/tasks": 8_500,
     "bench": 16_800,
     "simulator": 21_300,
