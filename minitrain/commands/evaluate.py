@@ -20,7 +20,6 @@ from minitrain.run.launch import cli
 
 if TYPE_CHECKING:
     from minitrain.data.chat.sft import Chats
-    from minitrain.data.sample import Sample
     from minitrain.data.text.choices import Question
     from minitrain.data.tokenizer import Tokenizer
     from minitrain.models.decoder import Decoder
@@ -87,12 +86,27 @@ def measure_loss(
     """Return a line with the loss on texts, or on replies of chats."""
     import torch
 
-    from minitrain.data.chat.sft import Chats
+    from minitrain.data.chat.chat_templates import choose_template
+    from minitrain.data.chat.sample_rows import fit
+    from minitrain.data.chat.sft import Chats, read_samples
+    from minitrain.data.faults.skips import Skips
+    from minitrain.data.text.corpus import cut_documents, tokenize
+    from minitrain.data.text.documents import find_documents, read_documents
     from minitrain.run.tasks.exact_match import exact_match, within_positions
+    from minitrain.settings import Data
     from minitrain.training.language_modeling import LanguageModeling
 
-    read = read_chats if options.chat else read_texts
-    samples, size, note = read(options, tokenizer, seq_len)
+    note = ""
+    if options.chat:
+        template = choose_template("auto", tokenizer)
+        data = Data("jsonl", options.files)
+        samples = read_samples(data, template, tokenizer, Skips(), words=WORDING)
+        samples, note = fit(samples, seq_len, "drop")
+    else:
+        files, note = find_documents(options.files, options.field, options.kind, WORDING)
+        documents = read_documents(files, options.field, options.kind, WORDING)
+        corpus = tokenize(documents, tokenizer)
+        samples = cut_documents(corpus, seq_len)
     if not samples:
         raise InputError(f"{' '.join(options.files)}: no token to predict{note}")
     rows = Chats(samples, seq_len, 0, packed=True, numbered=True)
@@ -112,42 +126,12 @@ def measure_loss(
         raise
     loss = total / count
     line = f"{count:,} tokens{note}: {loss:.4f} nats, perplexity {math.exp(loss):.4g}"
-    if not options.chat:
-        return f"{line}, {total / math.log(2) / size:.4f} bits per byte"
-    judged = within_positions(model, rows.questions(len(samples)))
-    if not judged:
-        return f"{line}; no chat leaves a position to reply"
-    return f"{line}, {exact_match(model, judged):.1%} of {len(judged):,} chats exactly right"
-
-
-def read_chats(
-    options: Namespace, tokenizer: "Tokenizer", seq_len: int
-) -> "tuple[list[Sample], int, str]":
-    """Return the samples of chats, 0, and a note on those that are left out."""
-    from minitrain.data.chat.chat_templates import choose_template
-    from minitrain.data.chat.sample_rows import fit
-    from minitrain.data.chat.sft import read_samples
-    from minitrain.data.faults.skips import Skips
-    from minitrain.settings import Data
-
-    data = Data("jsonl", options.files)
-    template = choose_template("auto", tokenizer)
-    samples = read_samples(data, template, tokenizer, Skips(), words=WORDING)
-    samples, note = fit(samples, seq_len, "drop")
-    return samples, 0, note
-
-
-def read_texts(
-    options: Namespace, tokenizer: "Tokenizer", seq_len: int
-) -> "tuple[list[Sample], int, str]":
-    """Return the pieces of documents, the documents' size in bytes, and a note on files left out."""
-    from minitrain.data.text.corpus import cut_documents, tokenize
-    from minitrain.data.text.documents import find_documents, read_documents
-
-    files, note = find_documents(options.files, options.field, options.kind, WORDING)
-    documents = read_documents(files, options.field, options.kind, WORDING)
-    corpus = tokenize(documents, tokenizer)
-    return cut_documents(corpus, seq_len), int(corpus.sizes.sum()), note
+    if options.chat:
+        judged = within_positions(model, rows.questions(len(samples)))
+        if not judged:
+            return f"{line}; no chat leaves a position to reply"
+        return f"{line}, {exact_match(model, judged):.1%} of {len(judged):,} chats exactly right"
+    return f"{line}, {total / math.log(2) / corpus.sizes.sum():.4f} bits per byte"
 
 
 def measure_choices(

@@ -27,10 +27,26 @@ def generate_videos(options: Namespace) -> None:
     out = Path(options.out)
     prompts_file = Path(options.prompts)
     # before minutes of work
-    check_options(options, out, prompts_file)
+    if not out.parent.is_dir():
+        raise InputError(f"--out {options.out}: the folder {out.parent} does not exist")
+    # /dev/null would become a file
+    if out.exists() and not out.is_file():
+        raise InputError(f"--out {options.out} is a folder or a device (name a file)")
+    cli.check_writable("out", options.out)
+    if options.prompts != "shapes" and not prompts_file.is_file():
+        raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
+    if bool(options.encoders) != options.out.endswith(".mp4"):
+        raise InputError(
+            f"--out {options.out}: with --encoders it is an .mp4 file, of prompts in lines of text"
+        )
+    if options.prompts != "shapes" and options.size is None:
+        raise InputError(
+            "--size is missing: frames, height and width of the latents, such as 21 60 104"
+        )
     device = pick_device(options.device)
     encoders = None
     if options.encoders:
+        # before minutes of work
         load_av(options.out)
         encoders = Encoders(options.encoders, device)
     model = load_merged(options.model, options.adapter, VIDEO_DTYPES.get(options.dtype), device)
@@ -54,39 +70,16 @@ def generate_videos(options: Namespace) -> None:
     if not latents.isfinite().all():
         raise InputError("the latents are not finite (use less --guidance, or another --model)")
     if encoders:
-        write_videos(latents, out, encoders)
+        for number, video in enumerate(latents, 1):
+            file = out
+            if len(latents) > 1:
+                file = out.with_stem(f"{out.stem}-{number}")
+            write_mp4(file, encoders.decode(video))
+            print(f"wrote {file}: open it in a player of videos")
     else:
         write_tensors({"latents": latents}, options.out)
         print(f"{options.out} holds latents of {len(latents)} videos")
         print("next: the same command with --encoders makes an .mp4 file of lines of text")
-
-
-def check_options(options: Namespace, out: Path, prompts_file: Path) -> None:
-    """Raise InputError for paths that cannot be read or written, and options that lack another."""
-    if not out.parent.is_dir():
-        raise InputError(f"--out {options.out}: the folder {out.parent} does not exist")
-    # /dev/null would become a file
-    if out.exists() and not out.is_file():
-        raise InputError(f"--out {options.out} is a folder or a device (name a file)")
-    cli.check_writable("out", options.out)
-    if options.prompts != "shapes" and not prompts_file.is_file():
-        raise InputError(f"--prompts {options.prompts} is neither a file nor shapes")
-    if bool(options.encoders) != options.out.endswith(".mp4"):
-        raise InputError(
-            f"--out {options.out}: with --encoders it is an .mp4 file, of prompts in lines of text"
-        )
-    if options.prompts != "shapes" and options.size is None:
-        raise InputError(
-            "--size is missing: frames, height and width of the latents, such as 21 60 104"
-        )
-
-
-def write_videos(latents: Tensor, out: Path, encoders: Encoders) -> None:
-    """Write an .mp4 file of latents [videos, channels, frames, height, width], or one of each video."""
-    for number, video in enumerate(latents, 1):
-        file = out if len(latents) == 1 else out.with_stem(f"{out.stem}-{number}")
-        write_mp4(file, encoders.decode(video))
-        print(f"wrote {file}: open it in a player of videos")
 
 
 def embed_lines(
