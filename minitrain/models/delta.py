@@ -208,18 +208,7 @@ def scan(
     log_decay, beta = (
         into_chunks(x, chunk).permute(0, 1, 3, 4, 2).contiguous() for x in (log_decay, beta)
     )
-    since = running_sum(log_decay, -1)
-    # [batch, chunks]: the run at each chunk's end, and at the end of the chunk before
-    last = runs[:, :, -1]
-    before = F.pad(last, (1, 0))[:, :-1]
-    # [..., Q]: how much of the state at the start a token sees, and of a token's own is left at the
-    # end; then [batch, chunks, G, R], of the former at the end
-    reads = since.exp() * (runs == before[..., None])[:, :, None, None]
-    keeps = (since[..., -1:] - since).exp() * (runs == last[..., None])[:, :, None, None]
-    whole = since[..., -1].exp() * (last == before)[..., None, None]
-    # [..., Q, Q], without the diagonal: its gradients would hide those of small decays by rounding
-    earlier = (runs[..., :, None] == runs[..., None, :]).tril(-1)[:, :, None, None]
-    between = exp_where(earlier, since[..., :, None] - since[..., None, :])
+    reads, keeps, whole, between = decays(log_decay, runs)
     lower = upcast(k @ k.mT) * between * beta[..., None]
     # [..., Q, P + K], for one product: b V and b exp(c) K
     right = torch.cat([v * beta[..., None], k * (beta * reads)[..., None]], dim=-1)
@@ -244,6 +233,27 @@ def scan(
         kept = k[:, -1].mT.to(kind) @ (u * keeps[..., None])[:, -1]
         initial.copy_(whole[:, -1, ..., None, None] * states[:, -1] + kept)
     return y.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, :length].to(v.dtype)
+
+
+def decays(log_decay: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return how much is left, at each token of a chunk and at its end; 0 in another document.
+
+    log_decay: [batch, chunks, G, R, Q]; runs: [batch, chunks, Q], see `number_runs`.
+    Returns, of the state at the chunk's start: at each token, [batch, chunks, G, R, Q]; of a token's
+    own part: at the chunk's end, the same; of the state at the start: at the end, [batch, chunks, G,
+    R]; of token j's: at a later token i, [batch, chunks, G, R, i, j].
+    """
+    since = running_sum(log_decay, -1)
+    # [batch, chunks]: the run at each chunk's end, and at the end of the chunk before
+    last = runs[:, :, -1]
+    before = F.pad(last, (1, 0))[:, :-1]
+    reads = since.exp() * (runs == before[..., None])[:, :, None, None]
+    keeps = (since[..., -1:] - since).exp() * (runs == last[..., None])[:, :, None, None]
+    whole = since[..., -1].exp() * (last == before)[..., None, None]
+    # without the diagonal: its gradients would hide those of small decays by rounding
+    earlier = (runs[..., :, None] == runs[..., None, :]).tril(-1)[:, :, None, None]
+    between = exp_where(earlier, since[..., :, None] - since[..., None, :])
+    return reads, keeps, whole, between
 
 
 def carry(step: Tensor, added: Tensor, first: Tensor) -> Tensor:
