@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from dataclasses import field as setting
 from typing import Any, Literal
 
+from minitrain.tasks import TASKS
+
 # limits of adapters
 MAX_LORA_RANK = 1 << 16
 MAX_LORA_ALPHA = 10**9
@@ -449,7 +451,7 @@ class Config:
     model: Model = setting(default_factory=Model)
     # how the model is trained; lora is sft with adapters (see `lora`), reward makes a model that
     # scores replies (training/reward.py)
-    task: Literal["pretrain", "sft", "diffusion", "lora", "grpo", "dpo", "reward"] = "pretrain"
+    task: Literal[*TASKS] = "pretrain"
     steps: int = number(100, 1)  # updates of the weights
     epochs: float = number(0.0, 0)  # passes over the data; above 0, they replace `steps`
     seed: int = number(0, 0)  # seed of weights, order of the data and dropout

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from minitrain.bench.report import held_back, merge_results, predicted, read_results
+from minitrain.bench.report import merge_results, read_results
+from minitrain.bench.report_accuracy import held_back, predicted
 from minitrain.commands import curves
 from minitrain.errors import InputError
 from minitrain.run.monitor import svg

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from minitrain.bench.report import accuracy_cells, held_back, merge_results, read_results, summary
+from minitrain.bench.report import merge_results, read_results
+from minitrain.bench.report_accuracy import accuracy_cells, held_back, summary
 from minitrain.bench.rows import published_rows
 from minitrain.bench.tables import markdown
 from minitrain.models.zoo import WAN, ZOO

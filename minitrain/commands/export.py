@@ -4,6 +4,7 @@ The result is in Hugging Face layout, or adapters in PEFT's, with the tokenizer.
 the weights alone, whatever the layout of the run, on the CPU, and changes nothing in its folder.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,10 +110,13 @@ def read_weights(model: "Module", folder: Path, files: dict) -> None:
 
 def best_step(file: Path) -> int:
     """Return the step of a run's best validation. Raises InputError if it has none."""
-    from minitrain.run.monitor.metrics_file import read_lines
+    from minitrain.run.monitor.metrics_file import no_steps, read_lines
     from minitrain.run.monitor.progress import goodness, validation
 
-    tested = [line for line in read_lines(file)[0] if validation(line)]
+    lines, strange = read_lines(file)
+    if strange:
+        print(f"note: {file}: {no_steps(strange)}", file=sys.stderr)
+    tested = [line for line in lines if validation(line)]
     if not tested:
         raise InputError(f"{file} has no validation (--step N names a step)")
     return max(tested, key=goodness)["step"]

@@ -55,7 +55,13 @@ def answered_before(options: Namespace, lines: list[dict]) -> dict[int, list[str
             f"{others:,} lines that are no answers to {options.prompts} with --n {options.n}"
         )
         raise InputError(f"--out {options.out} holds {message} (name another file, or remove it)")
-    if answers and (record := record_of(options.out)).exists():
+    record = record_of(options.out)
+    if answers and not record.exists():
+        unknown = (
+            f"nobody knows whether the answers in {options.out} were made with these settings"
+        )
+        print(f"note: {record} is missing: {unknown}", file=sys.stderr)
+    elif answers:
         before = read_json(record)
         changed = [key for key, value in made_of(options).items() if before.get(key) != value]
         if changed:

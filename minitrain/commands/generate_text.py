@@ -40,47 +40,15 @@ def generate_text(options: Namespace) -> None:
     """Continue or answer --prompt, each of --prompts, or with --chat alone line after line."""
     cli.use_huge_pages()
     check_folders(options)
-    config = read_config(options.model)
-    if isinstance(config, WanConfig):
-        raise InputError(
-            f"--model {options.model} is a diffusion model, which needs --task diffusion"
-        )
-    source = options.tokenizer or tokenizer_folder(options.model, options.adapter)
-    check_same_ids(source, options.model, "--tokenizer ")
-    if options.draft:
-        with located(f"--draft {options.draft}"):
-            check_draft(config, MTP if options.draft == MTP else read_config(options.draft))
-            if options.draft != MTP:
-                check_same_ids(source, options.draft, "", SAME_IDS)
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(check_models(options))
     template = choose_template("auto", tokenizer) if options.chat else None
-    replied = template and end_of_reply(template, tokenizer)
     lines, prompts = read_prompts(options, template, tokenizer)
-    params = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        max_tokens=options.max_tokens,
-        n=options.n,
-        stop_tokens=() if replied is None else (replied,),
-        stop=tuple(options.stop),
-        seed=options.seed,
-    )
+    params = params_of(options, template and end_of_reply(template, tokenizer))
     answers = answered_before(options, lines) if options.prompts else {}
     if options.out and len(answers) == len(lines):
         return tell_answers(options, answers)
     left = [prompt for number, prompt in enumerate(prompts) if number not in answers]
-    # of a conversation nobody knows the length
-    longest = max(map(len, left)) + options.max_tokens if left else None
-    samples = options.n * max(1, len(left))
-    device = pick_device(options.device)
-    model = load_merged(options.model, options.adapter, device=device)
-    draft = None
-    if options.draft not in (None, MTP):
-        draft = load_pretrained(options.draft, device=device)
-    settings = Rollout(draft=options.draft or "", draft_tokens=options.draft_tokens)
-    sampler = Sampler(model, tokenizer, settings, samples, longest, draft)
+    sampler = open_sampler(options, tokenizer, left)
     if options.prompts:
         answer_prompts(options, lines, prompts, sampler, params, answers)
         if options.out:
@@ -93,6 +61,52 @@ def generate_text(options: Namespace) -> None:
         counts = sampler.drafter.counts
         right = f"{counts['accepted']:,} of {counts['drafted']:,} drafts were right"
         print(f"note: {right}", file=sys.stderr)
+
+
+def check_models(options: Namespace) -> str | Path:
+    """Return the tokenizer's file or folder. Raises InputError for models that do not go together."""
+    config = read_config(options.model)
+    if isinstance(config, WanConfig):
+        raise InputError(
+            f"--model {options.model} is a diffusion model, which needs --task diffusion"
+        )
+    source = options.tokenizer or tokenizer_folder(options.model, options.adapter)
+    check_same_ids(source, options.model, "--tokenizer ")
+    if options.draft:
+        with located(f"--draft {options.draft}"):
+            check_draft(config, MTP if options.draft == MTP else read_config(options.draft))
+            if options.draft != MTP:
+                check_same_ids(source, options.draft, "", SAME_IDS)
+    return source
+
+
+def params_of(options: Namespace, end: int | None) -> SamplingParams:
+    """Return how to sample. end: the token that ends a reply of a chat, if there is one."""
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        max_tokens=options.max_tokens,
+        n=options.n,
+        stop_tokens=() if end is None else (end,),
+        stop=tuple(options.stop),
+        seed=options.seed,
+    )
+
+
+def open_sampler(options: Namespace, tokenizer: Tokenizer, prompts: list[list[int]]) -> Sampler:
+    """Load the models, and return a sampler with room for these prompts; none: a conversation."""
+    # of a conversation nobody knows the length
+    longest = max(map(len, prompts)) + options.max_tokens if prompts else None
+    samples = options.n * max(1, len(prompts))
+    device = pick_device(options.device)
+    model = load_merged(options.model, options.adapter, device=device)
+    draft = None
+    if options.draft not in (None, MTP):
+        draft = load_pretrained(options.draft, device=device)
+    settings = Rollout(draft=options.draft or "", draft_tokens=options.draft_tokens)
+    return Sampler(model, tokenizer, settings, samples, longest, draft)
 
 
 def read_prompts(

@@ -16,25 +16,17 @@ import torch
 from torch import Tensor
 
 from minitrain.data.sources import data_by_source, train_and_held_out
-from minitrain.data.text.text_rows import open_data
 from minitrain.errors import InputError
 from minitrain.settings import Config
+from minitrain.tasks import TASKS
 from minitrain.training.packing import ENDLESS, Dataset
 from minitrain.user_code import load_from
 
 BLOCK = 10_000
-# task -> function that opens its data; only this task imports it. Other tasks use `open_data`
-OPENED_BY = {
-    "sft": "minitrain.data.chat.sft:open_chats",
-    "lora": "minitrain.data.chat.sft:open_chats",
-    "dpo": "minitrain.data.chat.preferences:open_pairs",
-    "reward": "minitrain.data.chat.preferences:open_pairs",
-    "diffusion": "minitrain.data.video.latents:open_latents",
-}
 
 
 def open_dataset(config: Config) -> tuple[Dataset, Dataset | None]:
-    """Return the training dataset, and the held-out one or None; `open_data` describes them.
+    """Return the training dataset, and the held-out one or None; text_rows.open_data describes them.
 
     Raises InputError for files that are missing, damaged or do not fit the model.
     """
@@ -44,11 +36,7 @@ def open_dataset(config: Config) -> tuple[Dataset, Dataset | None]:
         return trained[0], held[1] or held[0]
     if config.data.sources:
         return open_sources(config)
-    if config.task in OPENED_BY:
-        return load_from(OPENED_BY[config.task])(config)
-    return open_data(
-        config.data, config.batch.seq_len, config.model.config.vocab_size, config.seed
-    )
+    return load_from(TASKS[config.task].data)(config)
 
 
 def open_sources(config: Config) -> "tuple[Mixed, Mixed | None]":

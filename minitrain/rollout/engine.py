@@ -56,12 +56,12 @@ from minitrain.rollout.pages import Pages
 from minitrain.rollout.sampling import Completion, SamplingParams, sample_key, with_settings
 from minitrain.rollout.scheduler import Prefill, Sample, Schedule, Scheduler
 from minitrain.rollout.steps import Chunk, PromptStep, on_device
-from minitrain.rollout.texts import DEFAULTS, Prompt, Texts, TextTokenizer
+from minitrain.rollout.texts import DEFAULTS, Prompt, TextMethods, TextTokenizer
 from minitrain.rollout.weights import SamplerWeights
 from minitrain.settings import Rollout
 
 
-class Sampler(Texts):
+class Sampler(TextMethods):
     """Continues prompts with `model`, whose weights it uses in place.
 
     tokenizer: needed for prompts that are text or chats and for stop strings, as from

@@ -42,10 +42,11 @@ class TextTokenizer(Protocol):
         """Return the text of token ids, with that of special tokens if `special`."""
 
 
-class Texts:
-    """What a `Sampler` is asked and says as text. The sampler sets the attributes.
+class TextMethods:
+    """The methods of a `Sampler` that take or return text: it inherits them, and has what they use.
 
-    ends: the tokens that end a text. followed: the samples whose text somebody has begun to read.
+    So engine.py is about token ids alone. ends: the tokens that end a text. followed: the samples
+    whose text somebody has begun to read.
     """
 
     tokenizer: TextTokenizer | None

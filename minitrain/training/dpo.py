@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from minitrain.settings import DPO
+from minitrain.settings import DPO, Config
 from minitrain.training.log_probs import label_log_probs, linear_log_probs, run_with_head
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import Batch, Dataset
@@ -150,3 +150,8 @@ def add_reference(trainer: "Trainer", dataset: Dataset, batches: int) -> None:
             visits[row] += 1
     # the last step reads some rows of the next epoch
     dataset.reference = (trainer.total(sums) / trainer.total(visits)).cpu()
+
+
+def preferences(config: Config) -> Preferences:
+    """Return the objective of task=dpo."""
+    return Preferences(config.dpo)

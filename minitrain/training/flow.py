@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from minitrain.hashing import seed_of
-from minitrain.settings import Diffusion
+from minitrain.settings import Config, Diffusion
 from minitrain.training.packing import Batch, Dataset
 from minitrain.training.sigmas import check_diffusion, loss_weight, sigma_from_uniform
 
@@ -143,3 +143,9 @@ class Noised:
 def generator(*key: int | bool) -> torch.Generator:
     """Return a generator seeded by `key`; on the CPU, so all devices draw the same numbers."""
     return torch.Generator().manual_seed(seed_of(repr(tuple(map(int, key)))))
+
+
+def flow_matching(config: Config) -> FlowMatching:
+    """Return the objective of task=diffusion."""
+    model = config.model.config
+    return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))

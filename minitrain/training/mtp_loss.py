@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitrain.settings import Config
+from minitrain.tasks import TASKS
 from minitrain.training.loss import IGNORE, linear_argmax, linear_cross_entropy
 from minitrain.training.packing import Batch
 
@@ -30,7 +31,8 @@ def trains_mtp(config: Config) -> bool:
 
 def knows_mtp(config: Config) -> bool:
     """Return whether the run's objective can have multi-token prediction beside it."""
-    return config.task != "dpo" and (config.task == "grpo" or not config.teachers)
+    # a teacher's distribution is of the next token alone; with task=grpo it gives advantages
+    return TASKS[config.task].mtp and (config.task == "grpo" or not config.teachers)
 
 
 def make_mtp_loss(config: Config) -> "MTPLoss | None":

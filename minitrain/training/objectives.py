@@ -24,21 +24,19 @@ further values [rows, seq, ...], before context parallelism splits the rows. hel
 returns numbers of a validation, as `metrics` does of training.
 """
 
-import math
 from typing import Protocol
 
 from torch import Tensor
 from torch.nn import Module
 
 from minitrain.errors import InputError
-from minitrain.settings import DPO, Config, Parallel
+from minitrain.settings import Config, Parallel
+from minitrain.tasks import TASKS
 from minitrain.training.distillation import Distillation
-from minitrain.training.dpo import Preferences
-from minitrain.training.flow import FlowMatching
 from minitrain.training.language_modeling import LanguageModeling
 from minitrain.training.mtp_loss import make_mtp_loss
 from minitrain.training.packing import Batch
-from minitrain.training.reward import Scores
+from minitrain.user_code import load_from
 
 
 class Objective(Protocol):
@@ -66,17 +64,15 @@ class Objective(Protocol):
 
 def make_objective(config: Config) -> Objective:
     """Return the objective of the config's task (grpo/ has its own)."""
-    if config.task == "dpo":
-        return Preferences(config.dpo)
-    if config.task == "reward":
-        return Scores(DPO(beta=1.0))
-    if config.task != "diffusion":
-        labels = [source.label for source in config.data.sources]
-        if config.teachers:
-            return Distillation(config.distill, config.teachers, labels)
-        return LanguageModeling(labels, make_mtp_loss(config))
-    model = config.model.config
-    return FlowMatching(config.diffusion, model.out_channels * math.prod(model.patch_size))
+    return load_from(TASKS[config.task].objective)(config)
+
+
+def next_token(config: Config) -> Objective:
+    """Return the objective of tokens that follow: of the data, or as a teacher would choose them."""
+    labels = [source.label for source in config.data.sources]
+    if config.teachers:
+        return Distillation(config.distill, config.teachers, labels)
+    return LanguageModeling(labels, make_mtp_loss(config))
 
 
 def check_objective(objective: Objective, parallel: Parallel) -> None:

@@ -182,6 +182,19 @@ def test_answers_of_other_settings_are_not_taken_for_these(words, folder, tmp_pa
     assert len(answered(replaced(words, "--temperature", "0"), out)) == 14
 
 
+def test_answers_without_the_record_of_their_settings_are_told(words, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    whole = answered(words, out)
+    record = tmp_path / ".out.jsonl.made_of"
+    record.write_text("{")
+    with pytest.raises(InputError, match="out.jsonl.made_of:1:2: not valid JSON"):
+        answered(words, out)
+    record.unlink()
+    capsys.readouterr()
+    assert answered(words, out) == whole
+    assert "out.jsonl.made_of is missing: nobody knows" in capsys.readouterr().err
+
+
 def test_a_key_that_the_answer_would_replace_is_refused(words, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "text": "b"}\n')
     with pytest.raises(InputError, match="in.jsonl:1: 'text' is where the answer goes"):

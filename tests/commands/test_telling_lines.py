@@ -12,6 +12,7 @@ import torch
 from minitrain import save_pretrained
 from minitrain.__main__ import dispatch
 from minitrain.commands import evaluate, generate, tokenize
+from minitrain.commands.export import best_step
 from minitrain.data.byte_tokenizer import ByteTokenizer
 from minitrain.data.chat.read_chats import read_messages
 from minitrain.data.chat.read_pairs import read_pair
@@ -296,6 +297,20 @@ def test_curves_take_the_file_for_its_run(folder, capsys):
     dispatch(["curves", "run/metrics.jsonl"])
     assert capsys.readouterr().out == "run/curves.svg: open it in a browser\n"
     assert "<svg" in Path("run/curves.svg").read_text()
+
+
+def test_lines_of_metrics_that_are_no_steps_are_told(tmp_path, capsys):
+    """Where a run goes on, they are told too: see `MetricsLog`."""
+    numbers = [{"step": n, "loss": 1.0, "val_loss": abs(n - 2.5)} for n in (1, 2, 4)]
+    first, best, last = (json.dumps(each) + "\n" for each in numbers)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f"{first}{best}half a line\n[1]\n{last}")
+    told = f"note: {file}: lines that are not the numbers of a step, and are left out: 2\n"
+    assert best_step(file) == 2 and capsys.readouterr().err == told
+    dispatch(["curves", str(tmp_path)])
+    assert capsys.readouterr().err == told
+    file.write_text(first + best)
+    assert best_step(file) == 2 and not capsys.readouterr().err
 
 
 def test_the_toy_data_say_what_is_next(folder, capsys):

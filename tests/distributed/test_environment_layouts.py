@@ -12,7 +12,7 @@ from minitrain.run.tasks.rollout_files import read_rollouts
 from tests.helpers.environments import ENDS, TALK, Scripted
 from tests.helpers.kill import MEASURED
 from tests.helpers.oracle import check_close
-from tests.helpers.policy_runs import run
+from tests.helpers.policy_runs import run_policy
 
 SCRIPTED = TALK | {
     "steps": 2,
@@ -30,13 +30,13 @@ SCRIPTED = TALK | {
 
 
 def run_talking(tree, folder, steps=()):
-    """`run`, with a policy that knows many ends of a reply."""
+    """`run_policy`, with a policy that knows many ends of a reply."""
 
     def with_ends(config):
         return *open_problems(config)[:3], ENDS
 
     with patch.object(grpo_task, "open_problems", with_ends):
-        return run(tree, folder, steps)
+        return run_policy(tree, folder, steps)
 
 
 def said(folder, step):

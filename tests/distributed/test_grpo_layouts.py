@@ -30,7 +30,7 @@ from minitrain.training.loop import Trainer
 from tests.helpers.grpo import MODEL, TREE, made_up_groups, oddness
 from tests.helpers.kill import MEASURED
 from tests.helpers.oracle import check_close, initial_weights, snapshot
-from tests.helpers.policy_runs import run
+from tests.helpers.policy_runs import run_policy
 from tests.helpers.sampling import Counter, as_on_cuda, kinds_of_layers, make, prompts_of
 
 # ------------------------------------------------------------------------------------------------------------- updates
@@ -422,10 +422,10 @@ LAGGING = TREE | {
 
 def test_one_step_off_equals_its_replay_in_one_process(pool, tmp_path):
     """2 ranks that train and 2 that sample: the same responses to the letter, the same weights but for rounding."""
-    [(expected, weights)] = pool.run(1, run, LAGGING, tmp_path / "one", [])
+    [(expected, weights)] = pool.run(1, run_policy, LAGGING, tmp_path / "one", [])
     grpo = LAGGING["grpo"] | {"generation_ranks": 2}
     (found, trained), (_, same), *others = pool.run(
-        4, run, LAGGING | {"grpo": grpo}, tmp_path / "apart", []
+        4, run_policy, LAGGING | {"grpo": grpo}, tmp_path / "apart", []
     )
     assert [weights for _, weights in others] == [None, None]
     for numbers, _ in others:  # by which they judge how it went, as all do
@@ -456,14 +456,14 @@ def test_drafts_change_no_response(pool, tmp_path, own):
     model = MODEL | {"num_nextn_predict_layers": int(own)}
     save_pretrained(Decoder(configs.from_dict({"model": MODEL}).model.config), tmp_path / "draft")
     tree = LAGGING | {"steps": 2, "model": model}
-    [(expected, _)] = pool.run(1, run, tree, tmp_path / "plain", [])
+    [(expected, _)] = pool.run(1, run_policy, tree, tmp_path / "plain", [])
     assert not any("draft" in key for line in expected for key in line)
     draft = "mtp" if own else str(tmp_path / "draft")
     drafting = {"max_tokens": 8, "draft": draft, "draft_tokens": 2}
     tree = tree | {"rollout": drafting}
-    [(alone, _)] = pool.run(1, run, tree, tmp_path / "alone", [])
+    [(alone, _)] = pool.run(1, run_policy, tree, tmp_path / "alone", [])
     apart = tree | {"grpo": tree["grpo"] | {"generation_ranks": 2}}
-    found = pool.run(4, run, apart, tmp_path / "apart", [])[0][0]
+    found = pool.run(4, run_policy, apart, tmp_path / "apart", [])[0][0]
     # nothing is sampled while the last step trains
     assert ["draft_acceptance" in line for line in alone] == [True, False]
     one = alone[0]
@@ -502,9 +502,9 @@ def test_ranks_that_share_a_sampler_count_each_response_once(pool, tmp_path, spl
         else {}
     )
     tree = LAGGING | {"steps": 1, "grpo": LAGGING["grpo"] | {"lag": 0}} | model
-    [(expected, _)] = pool.run(1, run, tree, tmp_path / "one", [])
+    [(expected, _)] = pool.run(1, run_policy, tree, tmp_path / "one", [])
     tree = tree | {"rollout": TREE["rollout"] | {"tp": 2} | split, "parallel": split}
-    (found, _), _ = pool.run(2, run, tree, tmp_path / "two", [])
+    (found, _), _ = pool.run(2, run_policy, tree, tmp_path / "two", [])
     assert found[0]["token_mult_prob_error"] < 1 + 1e-4
     assert found[0]["step_tokens"] == expected[0]["step_tokens"]
     one, two = (
@@ -519,9 +519,9 @@ def test_ranks_that_share_a_sampler_count_each_response_once(pool, tmp_path, spl
 def test_resume_is_exact_with_ranks_apart(pool, tmp_path, adapters):
     grpo = LAGGING["grpo"] | {"generation_ranks": 2, "kl": 0.1, "warmup_steps": 1}
     tree = LAGGING | {"grpo": grpo, "optim": {"lr": 1e-3}} | adapters
-    at_once, *_ = pool.run(4, run, tree, tmp_path, [2])
+    at_once, *_ = pool.run(4, run_policy, tree, tmp_path, [2])
     # from step 2, with what step 3 was to train on
-    resumed, *_ = pool.run(4, run, tree, tmp_path, [])
+    resumed, *_ = pool.run(4, run_policy, tree, tmp_path, [])
     assert [line["step"] for line in resumed[0]] == [3, 4]
     for before, after in zip(at_once[0][2:], resumed[0], strict=True):
         assert all(before[key] == after[key] for key in before if not key.endswith(MEASURED))
@@ -536,10 +536,10 @@ def test_the_newest_responses_stay(pool, tmp_path):
         folder = tmp_path / str(len(steps))
         folder.joinpath("rollouts").mkdir(parents=True)
         folder.joinpath("rollouts/step-notes.jsonl").touch()  # of nobody's
-        [(at_once, weights)] = pool.run(1, run, tree, folder, steps)
+        [(at_once, weights)] = pool.run(1, run_policy, tree, folder, steps)
         expected = [*(f"step-{number:08d}.jsonl" for number in files), "step-notes.jsonl"]
         assert sorted(file.name for file in folder.joinpath("rollouts").iterdir()) == expected
-    [(resumed, again)] = pool.run(1, run, tree, folder, [])
+    [(resumed, again)] = pool.run(1, run_policy, tree, folder, [])
     assert [line["loss"] for line in at_once[2:]] == [line["loss"] for line in resumed]
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
@@ -569,13 +569,13 @@ def test_resume_takes_the_problems_that_come_next(pool, tmp_path, lag):
         "reward": "tests.helpers.policy_runs:of_some",
     }
     tree = LAGGING | {"grpo": grpo, "steps": 5, "optim": {"lr": 1e-3}}
-    [(at_once, _)] = pool.run(1, run, tree, tmp_path, [3])
+    [(at_once, _)] = pool.run(1, run_policy, tree, tmp_path, [3])
     taken = [0, *(line["problems"] for line in at_once)]
     assert (
         len({after - before for before, after in pairwise(taken)}) > 1 and taken[-1] < 5 * 3 * 4
     )
     responses = [read_rollouts(tmp_path / f"rollouts/step-{step:08d}.jsonl") for step in (4, 5)]
-    [(resumed, _)] = pool.run(1, run, tree, tmp_path, [])
+    [(resumed, _)] = pool.run(1, run_policy, tree, tmp_path, [])
     for before, after in zip(at_once[3:], resumed, strict=True):
         assert all(before[key] == after[key] for key in before if not key.endswith(MEASURED))
     assert responses == [
@@ -587,8 +587,8 @@ def test_resume_takes_the_problems_that_come_next(pool, tmp_path, lag):
 
 
 def run_watched(tree, folder, steps):
-    """`run`, and which of the optimizer's, the reference's and the sampler's tensors are there whenever one begins to
-    sample, to compute log-probabilities, to train or to save."""
+    """`run_policy`, and which of the optimizer's, the reference's and the sampler's tensors are there whenever one
+    begins to sample, to compute log-probabilities, to train or to save."""
     runs, held, init = [], [], GrpoTask.__init__
 
     def remember(self, *arguments):
@@ -623,7 +623,7 @@ def run_watched(tree, folder, steps):
         patch.object(Trainer, "update", watched(Trainer.update)),
         patch.object(Checkpointer, "save", watched(Checkpointer.save)),
     ):
-        return *run(tree, folder, steps), held[1:]  # without the reference's checkpoint
+        return *run_policy(tree, folder, steps), held[1:]  # without the reference's checkpoint
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -635,9 +635,9 @@ def test_training_and_sampling_leave_each_other_their_memory(pool, tmp_path, asy
         tree | {"grpo": LAGGING["grpo"] | {"lag": 0, "kl": 0.1, "offload": on}}
         for on in (False, True)
     )
-    at_once = pool.run(4, run, plain, tmp_path / "plain", [])
+    at_once = pool.run(4, run_policy, plain, tmp_path / "plain", [])
     found = pool.run(4, run_watched, offload, tmp_path / "offload", [2])
-    resumed = pool.run(4, run, offload, tmp_path / "offload", [])
+    resumed = pool.run(4, run_policy, offload, tmp_path / "offload", [])
     # which makes the states
     first = [("collect", "sampler"), ("add_log_probs", "reference"), ("update",)]
     step = [*first[:2], ("update", "states")]
@@ -666,13 +666,17 @@ def test_training_and_sampling_leave_each_other_their_memory(pool, tmp_path, asy
 )
 def test_responses_kept_from_other_settings_are_sampled_anew(pool, tmp_path, change):
     """Their groups would be of another size than the config says, longer than its rows, or worth something else."""
-    pool.run(1, run, LAGGING, tmp_path, [2])
+    pool.run(1, run_policy, LAGGING, tmp_path, [2])
     kept = tmp_path / "rollouts/step-00000003.jsonl"
     before = read_rollouts(kept)
     assert [len(group) for group in before] == [4] * 4
     assert any(len(r.prompt) + len(r.response) > 9 for group in before for r in group)
     [(numbers, _)] = pool.run(
-        1, run, LAGGING | {key: LAGGING[key] | new for key, new in change.items()}, tmp_path, []
+        1,
+        run_policy,
+        LAGGING | {key: LAGGING[key] | new for key, new in change.items()},
+        tmp_path,
+        [],
     )
     assert [line["step"] for line in numbers] == [3, 4]
     groups = read_rollouts(kept)

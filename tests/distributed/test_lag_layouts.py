@@ -8,7 +8,13 @@ import pytest
 
 from minitrain.grpo.rollouts import RolloutWorker
 from minitrain.run.config import load as configs
-from tests.helpers.lag import STEPS, check_log_probs, responses, run, tree_of
+from tests.helpers.lagging_runs import (
+    STEPS,
+    check_log_probs,
+    lagging_tree,
+    responses,
+    run_lagging,
+)
 
 
 def run_apart(tree, folder, saves):
@@ -20,7 +26,7 @@ def run_apart(tree, folder, saves):
         decode_until(self, lambda: done() or next(steps) == 3)
 
     with patch.object(RolloutWorker, "decode_until", decode_briefly):
-        lines, weights, _ = run(tree, folder, saves)
+        lines, weights, _ = run_lagging(tree, folder, saves)
     return lines, weights
 
 
@@ -28,7 +34,7 @@ def run_apart(tree, folder, saves):
 def test_samplers_go_on_while_others_train(pool, tmp_path, tp, cache):
     """Half of the ranks train, the others sample; resumed, they go on with what they had drawn. No token is too old."""
     grpo = {"in_flight": True, "in_flight_cache": cache, "generation_ranks": tp}
-    tree = tree_of(1, **grpo)
+    tree = lagging_tree(1, **grpo)
     tree |= {"rollout": tree["rollout"] | {"tp": tp}}
     (lines, weights), *others = pool.run(2 * tp, run_apart, tree, tmp_path, [2])
     assert all(

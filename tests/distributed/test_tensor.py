@@ -79,7 +79,7 @@ def test_families(pool, name, tied):
 def test_experts_and_hybrids(pool, model):
     """In fp32, since grouped products know no fp64: rounding alone is above 1e-6 where sums are split otherwise."""
     tree = with_model(**model) | {"batch": TREE["batch"] | {"micro": 4}}
-    oracle.check_against_one_process(pool, 2, tree, batch=packed_batch, tolerance=1e-5)
+    oracle.check_against_one_process(pool, 2, tree, batch=padded_batch, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_experts_and_hybrids(pool, model):
 )
 def test_layouts_of_experts_and_hybrids(pool, model, parallel):
     tree = with_model(**model) | {"parallel": parallel, "recompute": "full"}
-    oracle.check_against_one_process(pool, 4, tree, batch=packed_batch, tolerance=1e-5)
+    oracle.check_against_one_process(pool, 4, tree, batch=padded_batch, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), LAYOUTS, ids=str)
@@ -130,7 +130,7 @@ def test_more_ranks_than_key_value_heads(pool, kv_heads, model, extra):
         if experts
         else check_against_one_process
     )
-    check(pool, 4, tree, batch=packed_batch)
+    check(pool, 4, tree, batch=padded_batch)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_accumulation(pool, micro):
     check_against_one_process(pool, 2, TREE | {"batch": TREE["batch"] | {"micro": micro}})
 
 
-def packed_batch(config, step):
+def padded_batch(config, step):
     """Rows of documents of 5 and 6 tokens and of 5 that are padding, each with its own positions."""
     batch = ragged_batch(config, step)
     document_ids = torch.tensor([0] * 5 + [1] * 6 + [-1] * 5).expand(len(batch["tokens"]), -1)
@@ -162,7 +162,7 @@ def packed_batch(config, step):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_packed_documents(pool, world_size):
-    check_against_one_process(pool, world_size, TREE, batch=packed_batch)
+    check_against_one_process(pool, world_size, TREE, batch=padded_batch)
 
 
 @pytest.mark.parametrize(("recompute", "compiled"), [("full", True), ("selective", False)])

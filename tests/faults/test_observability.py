@@ -320,9 +320,36 @@ def test_settings_that_choose_rows(kind, change, chosen):
     assert note.startswith("note") and bool(warning) == chosen
 
 
-def test_a_fingerprint_edited_by_hand_is_none(run):
-    (run([], steps=2) / "fingerprint.json").write_text('{"settings": 1, "files": [2], "code": 3}')
+@pytest.mark.parametrize(
+    "content",
+    [None, "", '{"settings": 1, "files": [2], "code": 3}', "[1]", "{}", b"\xff", "[" * 9999],
+)
+def test_a_fingerprint_that_cannot_be_read_is_told(tmp_path, content):
+    """Missing, cut off, edited by hand: the run goes on, with a warning that nothing was compared."""
+    file = tmp_path / "fingerprint.json"
+    config = configs.from_dict(TINY | {"out_dir": str(tmp_path)})
+    files = {"files": {"a.txt": "1"}, "held_out": {}}
+    assert fingerprint.check_continuation(file, config, files, resumed=False) == []
+    assert fingerprint.check_continuation(file, config, files, resumed=True) == []
+    whole = file.read_bytes()
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    [note] = fingerprint.check_continuation(file, config, files, resumed=True)
+    how = "missing" if content is None else "damaged"
+    assert note.startswith(
+        f"warning: {file} is {how}: nobody knows whether data, settings and code"
+    )
+    # and what is there now is what the next one compares with
+    assert file.read_bytes() == whole
+
+
+def test_a_run_without_its_fingerprint_goes_on_with_a_warning(run, capsys):
+    (run([], steps=2) / "fingerprint.json").unlink()
+    capsys.readouterr()
     assert len(lines(run([], steps=3))) == 3
+    assert "fingerprint.json is missing: nobody knows" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------------------- failures

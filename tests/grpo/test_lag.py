@@ -10,15 +10,22 @@ import torch
 from minitrain.grpo.responses import Response, describe_ages
 from minitrain.run.config import load as configs
 from tests.helpers.kill import MEASURED
-from tests.helpers.lag import SLOTS, STEPS, check_log_probs, responses, run, tree_of
+from tests.helpers.lagging_runs import (
+    SLOTS,
+    STEPS,
+    check_log_probs,
+    lagging_tree,
+    responses,
+    run_lagging,
+)
 
 TALKS = {"environment": "tests.helpers.environments:Scripted", "environment_wait": 60.0}
 
 
 @pytest.mark.parametrize("lag", [0, 3])
 def test_a_queue_keeps_responses_for_as_many_steps(tmp_path, lag):
-    tree = tree_of(lag)
-    lines, weights, _ = run(tree, tmp_path, validates=False)
+    tree = lagging_tree(lag)
+    lines, weights, _ = run_lagging(tree, tmp_path, validates=False)
     found = check_log_probs(configs.from_dict(tree), tmp_path, weights, lag)
     ages = [min(step, lag) for step in range(STEPS)]
     for step, age in enumerate(ages):
@@ -50,8 +57,8 @@ def simulated(lag, lengths):
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_in_flight_no_step_waits_for_later_ones(tmp_path, lag):
-    tree = tree_of(lag, in_flight=True)
-    lines, weights, _ = run(tree, tmp_path)
+    tree = lagging_tree(lag, in_flight=True)
+    lines, weights, _ = run_lagging(tree, tmp_path)
     found = check_log_probs(configs.from_dict(tree), tmp_path, weights, lag)
     lengths = [[len(versions) for versions in step] for step in found]
     assert found == simulated(lag, lengths)
@@ -65,8 +72,8 @@ def test_in_flight_no_step_waits_for_later_ones(tmp_path, lag):
 def test_in_flight_rounds_of_sampling_take_what_has_begun(tmp_path):
     """With groups that are replaced, a step takes several rounds; each problem is in one step."""
     reward = "tests.helpers.policy_runs:of_some"
-    tree = tree_of(2, in_flight=True, generations=3, reward=reward)
-    lines, weights, task = run(tree, tmp_path)
+    tree = lagging_tree(2, in_flight=True, generations=3, reward=reward)
+    lines, weights, task = run_lagging(tree, tmp_path)
     check_log_probs(configs.from_dict(tree), tmp_path, weights, 2)
     taken = [0, *(line["problems"] for line in lines)]
     counts = [after - before for before, after in pairwise(taken)]
@@ -78,8 +85,8 @@ def test_in_flight_rounds_of_sampling_take_what_has_begun(tmp_path):
 
 def test_in_flight_samples_talk_to_their_environments(tmp_path):
     """Tokens of all turns have versions, and what is given is neither drawn nor learned."""
-    tree = tree_of(2, in_flight=True, turns=3, reward="exact", **TALKS)
-    lines, weights, _ = run(tree, tmp_path)
+    tree = lagging_tree(2, in_flight=True, turns=3, reward="exact", **TALKS)
+    lines, weights, _ = run_lagging(tree, tmp_path)
     found = check_log_probs(configs.from_dict(tree), tmp_path, weights, 2)
     every = [response for step in range(STEPS) for response in responses(tmp_path, step)]
     assert sum(len(set(versions)) > 1 for versions in chain(*found)) > 5
@@ -105,10 +112,10 @@ def same(before, after):
 )
 def test_a_run_goes_on_with_what_was_in_the_queue(tmp_path, grpo):
     """To the bit: metrics, evaluations, responses and weights."""
-    tree = tree_of(**grpo)
-    at_once, weights, _ = run(tree, tmp_path, saves=[2])
+    tree = lagging_tree(**grpo)
+    at_once, weights, _ = run_lagging(tree, tmp_path, saves=[2])
     before = [responses(tmp_path, step) for step in range(STEPS)]
-    resumed, again, _ = run(tree, tmp_path)
+    resumed, again, _ = run_lagging(tree, tmp_path)
     same(at_once[2:], resumed)
     assert [responses(tmp_path, step) for step in range(STEPS)] == before
     assert all(torch.equal(tensor, again[-1][name]) for name, tensor in weights[-1].items())
@@ -116,18 +123,18 @@ def test_a_run_goes_on_with_what_was_in_the_queue(tmp_path, grpo):
 
 def test_responses_that_are_too_old_are_drawn_again(tmp_path):
     """With a lag that is less now; and with other settings, whatever has been drawn in flight."""
-    run(tree_of(3), tmp_path, saves=[3], validates=False)
+    run_lagging(lagging_tree(3), tmp_path, saves=[3], validates=False)
     assert [r.versions[0] for r in responses(tmp_path, 3)] == [[0, 0]] * 12
-    run(tree_of(1), tmp_path, validates=False)
+    run_lagging(lagging_tree(1), tmp_path, validates=False)
     assert [r.versions for r in responses(tmp_path, 3)] == [[[0, 3]]] * 12
     flying = tmp_path / "flying"
-    run(tree_of(3, in_flight=True), flying, saves=[2])
+    run_lagging(lagging_tree(3, in_flight=True), flying, saves=[2])
     again = tmp_path / "again"
     shutil.copytree(flying, again)
-    lines, *_ = run(tree_of(1, in_flight=True), flying)
+    lines, *_ = run_lagging(lagging_tree(1, in_flight=True), flying)
     assert lines[0]["step"] == 3 and max(line["age_max"] for line in lines) == 1
-    lines, *_ = run(
-        tree_of(3, in_flight=True) | {"rollout": {"max_tokens": 20, "slots": SLOTS}}, again
+    lines, *_ = run_lagging(
+        lagging_tree(3, in_flight=True) | {"rollout": {"max_tokens": 20, "slots": SLOTS}}, again
     )
     assert lines[0]["step"] == 3 and lines[0]["age_max"] == 0
     assert max(len(r.response) for r in responses(again, 2)) <= 20

@@ -8,20 +8,20 @@ from tests.helpers.grpo import oddness
 from tests.helpers.oracle import snapshot
 
 
-def run(tree, folder, steps):
+def run_policy(tree, folder, steps):
     """A run's numbers by step, the responses that it sampled, and its last weights, for ranks that train."""
     config = configs.from_dict(tree)
-    whole = GrpoTask(config, folder)
+    task = GrpoTask(config, folder)
     if dist.get_rank():  # on some file systems others see what rank 0 has written only later
-        whole.rollouts = lambda step: folder / "not yet here"
-    first = whole.begin()
+        task.rollouts = lambda step: folder / "not yet here"
+    first = task.begin()
     numbers = []
-    for line in whole.steps(first):
+    for line in task.steps(first):
         numbers.append(line)
         if line["step"] in steps:
-            whole.save(line)
-    whole.wait()
-    return numbers, snapshot(whole.policy.model.named_parameters()) if whole.policy else None
+            task.save(line)
+    task.wait()
+    return numbers, snapshot(task.policy.model.named_parameters()) if task.policy else None
 
 
 def of_some(response, answer, row):

@@ -200,7 +200,7 @@ def test_what_is_written_is_read_back_the_same():
         ({"model": {"hidden_size": 0}}, "model.hidden_size=0 must be at least 1"),
         (
             {"model": {"norm": "batchnorm"}},
-            "model.norm='batchnorm' is not one of rmsnorm, layernorm, layernorm1p",
+            "model.norm='batchnorm' is not one of rmsnorm, rmsnorm1p, layernorm, layernorm1p",
         ),
         (
             {"model": {"rope_scaling": {"rope_type": "yarn"}}},

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from minitrain.bench.rows import CONFIGS, RECIPE, constants, load_row, published_rows
-from minitrain.commands.bench import layouts
+from minitrain.commands.bench_cases import layouts
 from minitrain.run.config.load import from_dict
 from minitrain.simulator import predict
 from minitrain.simulator.predict import as_published

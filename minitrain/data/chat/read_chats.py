@@ -45,11 +45,12 @@ def read_messages(record: dict, words: Wording = SETTINGS) -> Chat:
     for key in ("label", "kto_tag", "desirable"):
         if record.get(key) is False:
             raise InputError(f"{key!r} is false, as of KTO's bad replies (remove the line)")
-    turns = with_system(_read_layout(record, words), record)
+    turns = with_system(read_layout(record, words), record)
     return turns if learned else [turn._replace(learned=False) for turn in turns]
 
 
-def _read_layout(record: dict, words: Wording) -> Chat:
+def read_layout(record: dict, words: Wording) -> Chat:
+    """Return a line's messages, or those of its prompt and response; without a system's text beside."""
     if chat := chat_key(record):
         refuse_unread(record, UNREAD_BESIDE_MESSAGES, "the messages")
         turns = read_turns(record, chat)

@@ -32,13 +32,19 @@ from minitrain.data.text.token_files import open_tokens
 from minitrain.data.tokenizer import Tokenizer, fitting_tokenizer
 from minitrain.errors import InputError
 from minitrain.hashing import nth
-from minitrain.settings import Data
+from minitrain.settings import Config, Data
 from minitrain.training.loss import IGNORE
 from minitrain.training.packing import ENDLESS, PADDING, Dataset, first_fit_decreasing, pack_row
 
 Row = dict[str, Tensor]
 # number of tokens in token files that are checked before training
 CHECKED = 1 << 21
+
+
+def open_texts(config: Config) -> tuple[Dataset, Dataset | None]:
+    """Return what `open_data` does, by a whole config."""
+    vocab_size = config.model.config.vocab_size
+    return open_data(config.data, config.batch.seq_len, vocab_size, config.seed)
 
 
 def open_data(

@@ -103,10 +103,10 @@ def check_continuation(
     now = {"settings": comparable_settings(config), **files, "code": code_digests()}
     notes = []
     if resumed:
-        before = read(file, now)
+        before, notes = read_stored(file, now)
         if change := data_change(before, now):
             raise InputError(change)
-        notes = changes(before, now)
+        notes += changes(before, now)
     write_durably(file, json.dumps(now, indent=1))
     return notes
 
@@ -179,10 +179,17 @@ def differing(before: dict, now: dict) -> list[str]:
     return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
-def read(file: Path, now: dict[str, dict]) -> dict[str, dict]:
-    """Return what `check_continuation` stored; `now` if there is none, or if it cannot be read."""
+def read_stored(file: Path, now: dict[str, dict]) -> tuple[dict[str, dict], list[str]]:
+    """Return what `check_continuation` stored, and notes: none.
+
+    If it cannot be read, return `now`, which nothing differs from, and a warning that says so.
+    """
     try:
         stored = json.loads(file.read_text("utf-8"))
-        return {key: dict(stored[key]) for key in now}
-    except (OSError, ValueError, TypeError, KeyError):
-        return now
+        return {key: dict(stored[key]) for key in now}, []
+    except FileNotFoundError:
+        problem = "is missing"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        problem = "is damaged"
+    unknown = "nobody knows whether data, settings and code are those of the steps before"
+    return now, [f"warning: {file} {problem}: {unknown}"]

@@ -26,9 +26,7 @@ from minitrain.run.config.layout_checks import (
     unused_pipeline_faults,
 )
 from minitrain.run.config.task_checks import (
-    CHATS,
     MADE_UP,
-    WITH_REPLIES,
     diffusion_faults,
     distill_faults,
     grpo_faults,
@@ -36,6 +34,7 @@ from minitrain.run.config.task_checks import (
     replay_faults,
 )
 from minitrain.settings import Config
+from minitrain.tasks import TASKS
 from minitrain.training.sigmas import check_diffusion
 
 # kinds of data that can be mixed
@@ -156,9 +155,10 @@ def _data_faults(c: Config) -> Faults:
         max(d.size, default=0) > 1 << 20,
         f"data.size={d.size} must be numbers of at most 1,048,576",
     )
+    of_chats = ", ".join(name for name, task in TASKS.items() if task.chats)
     yield (
-        d.packed is not None and c.task not in CHATS,
-        f"data.packed={str(d.packed).lower()} is for task={', '.join(CHATS)}, not for task={c.task} (leave it out)",
+        d.packed is not None and not TASKS[c.task].chats,
+        f"data.packed={str(d.packed).lower()} is for task={of_chats}, not for task={c.task} (leave it out)",
     )
     texts = ("text", "jsonl")
     for name, given, kinds in (
@@ -186,7 +186,7 @@ def _source_faults(c: Config) -> Faults:
     for source in d.sources:
         yield source.weight <= 0, f"data.sources: weight={source.weight} must be above 0"
     yield (
-        c.task not in ("pretrain", "sft", "lora"),
+        not TASKS[c.task].sources,
         f"data.sources are for task=pretrain, sft and lora, not for task={c.task}",
     )
     yield (
@@ -316,7 +316,7 @@ def _held_out_faults(c: Config) -> Faults:
         exact and p.tp * p.cp * p.pp > 1,
         f"validation.exact_match={exact} generates token by token, so tp, cp and pp must be 1",
     )
-    chats = c.task in WITH_REPLIES and d.kind == "jsonl"
+    chats = TASKS[c.task].replies and d.kind == "jsonl"
     yield (
         exact and not (chats and held),
         f"validation.exact_match={exact} needs chats that are held out: task=sft, lora or dpo, data.kind=jsonl and "

@@ -6,6 +6,7 @@ from minitrain.errors import Faults
 from minitrain.formats.config_hf import check_family
 from minitrain.run.config.layout_checks import sampler_faults
 from minitrain.settings import GRPO, Config
+from minitrain.tasks import TASKS
 from minitrain.training.distillation import BASE
 from minitrain.training.mtp_loss import trains_mtp
 
@@ -13,9 +14,6 @@ from minitrain.training.mtp_loss import trains_mtp
 MADE_UP = ("mock", "shapes")
 # kinds of data that hold videos
 VIDEOS = ("latents", "shapes")
-# tasks that train on chats, and those of them that learn to reply
-CHATS = ("sft", "lora", "dpo", "reward")
-WITH_REPLIES = ("sft", "lora", "dpo")
 
 
 def language_faults(c: Config) -> Faults:
@@ -38,7 +36,7 @@ def language_faults(c: Config) -> Faults:
     )
     yield kind in VIDEOS, f"data.kind={kind} holds videos: it needs task=diffusion"
     yield (
-        c.task in CHATS and kind not in ("jsonl", "mock"),
+        TASKS[c.task].chats and kind not in ("jsonl", "mock"),
         f"data.kind={kind} holds no chats, as task={c.task} needs (use jsonl or mock)",
     )
     # a weight divided by itself is 1, whatever a new router computes. A router from a checkpoint may
@@ -93,7 +91,7 @@ def diffusion_faults(c: Config) -> Faults:
 def distill_faults(c: Config) -> Faults:
     teachers = c.teachers
     yield (
-        teachers and c.task not in ("pretrain", "sft", "lora", "grpo"),
+        teachers and not TASKS[c.task].teachers,
         f"distill.teacher={teachers[:1]} is for task=pretrain, sft, lora and grpo, not {c.task} (leave it out)",
     )
     yield (

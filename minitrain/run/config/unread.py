@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from minitrain.data.sources import data_by_source
-from minitrain.run.config.task_checks import CHATS, MADE_UP
+from minitrain.run.config.task_checks import MADE_UP
 from minitrain.settings import Config
+from minitrain.tasks import TASKS
 from minitrain.training.mtp_loss import knows_mtp
 
 
@@ -28,7 +29,7 @@ def kinds(c: Config) -> set[str]:
 
 
 def has_chats(c: Config) -> bool:
-    return c.task in CHATS and "jsonl" in kinds(c)
+    return TASKS[c.task].chats and "jsonl" in kinds(c)
 
 
 TOKENS = Reader("data.kind=tokens", lambda c: "tokens" in kinds(c))
@@ -55,7 +56,7 @@ READERS: dict[str, Reader] = {
     "grpo": Reader("task=grpo", lambda c: c.task == "grpo"),
     "rollout": Reader("task=grpo", lambda c: c.task == "grpo"),
     "mtp_weight": Reader(
-        "models with num_nextn_predict_layers, except task=dpo and distillation",
+        "models with num_nextn_predict_layers, except task=dpo, reward and distillation",
         lambda c: getattr(c.model.config, "num_nextn_predict_layers", 0) and knows_mtp(c),
     ),
     "fp8": Reader("precision=fp8", lambda c: c.precision == "fp8"),

@@ -28,6 +28,11 @@ def read_lines(file: Path) -> tuple[list[dict], int]:
     return lines, len(found) - len(lines)
 
 
+def no_steps(count: int) -> str:
+    """Return a note on lines that `read_lines` leaves out."""
+    return f"lines that are not the numbers of a step, and are left out: {count}"
+
+
 def read_line(text: str) -> dict | None:
     """Return a line's numbers; None if it is not that of a step."""
     try:

@@ -21,7 +21,7 @@ STEPS = 5
 SLOTS = 8
 
 
-def tree_of(lag, **grpo):
+def lagging_tree(lag, **grpo):
     return TREE | {
         "steps": STEPS,
         "batch": {"global": 12, "micro": 2, "seq_len": 48},
@@ -41,7 +41,7 @@ def tree_of(lag, **grpo):
     }
 
 
-def run(tree, folder, saves=(), validates=True):
+def run_lagging(tree, folder, saves=(), validates=True):
     """A run's log, weights at the beginning of each step and at the end, and what its worker was to the end."""
 
     def with_ends(config):
