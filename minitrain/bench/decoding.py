@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from minitrain.models.decoder_config import DecoderConfig
-from minitrain.models.shapes.mixers import state_elements
+from minitrain.models.shapes.mixers import state_bytes
 from minitrain.models.zoo import empty_model
 
 
@@ -47,7 +47,7 @@ def model_reads(config: DecoderConfig, itemsize: int = 2) -> Reads:
         heads = 1
         width = config.kv_lora_rank + config.qk_rope_head_dim
     states = sum(
-        4 * state_elements(shape) + itemsize * (shape.conv - 1) * sum(shape.convolved)
+        state_bytes(shape, itemsize)
         for shape in map(config.recurrence, range(config.num_layers))
         if shape
     )

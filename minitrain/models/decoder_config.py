@@ -237,10 +237,12 @@ class DecoderConfig:
             self.shared_expert_gate and not self.shared_expert_intermediate_size,
             "model.shared_expert_gate=True needs shared_expert_intermediate_size",
         )
-        dense = self.first_k_dense_replace or "-" in self.layer_pattern
+        shared = self.shared_expert_intermediate_size
+        dense = self.first_k_dense_replace or shared or "-" in self.layer_pattern
         yield (
             self.mlp not in DENSE_MLPS and dense,
-            f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0, no layer -",
+            f"model.mlp={self.mlp} is for experts only: it needs first_k_dense_replace=0, "
+            f"shared_expert_intermediate_size=0, no layer -",
         )
 
     def _attention_faults(self) -> Faults:

@@ -219,18 +219,17 @@ def scan(
     if initial is None:
         first = v.new_zeros(len(v), *v.shape[2:4], *widths[::-1])
     # products with a state that is given are as exact as it
-    kind = torch.promote_types(first.dtype, v.dtype)
+    dtype = torch.promote_types(first.dtype, v.dtype)
     # by all chunks but the last, [..., K, P + K]: K'^T new and K'^T erased
     sums = k[:, :-1].mT @ (solved * keeps[..., None])[:, :-1].to(v.dtype)
     added, removed = sums.split(widths, dim=-1)
-    step = whole[:, :-1, ..., None, None] * torch.eye(widths[1], device=v.device) - removed
     # [..., K, P]: the state at each chunk's start
-    states = carry(step.to(kind), added.to(kind), first.to(kind))
-    u = new - erased.to(kind) @ states
+    states = carry(whole[:, :-1], removed.to(dtype), added.to(dtype), first.to(dtype))
+    u = new - erased.to(dtype) @ states
     scores = upcast(q @ k.mT) * (between + torch.eye(between.shape[-1], device=v.device))
-    y = (q.to(kind) @ states) * reads[..., None] + scores.to(kind) @ u
+    y = (q.to(dtype) @ states) * reads[..., None] + scores.to(dtype) @ u
     if initial is not None:
-        kept = k[:, -1].mT.to(kind) @ (u * keeps[..., None])[:, -1]
+        kept = k[:, -1].mT.to(dtype) @ (u * keeps[..., None])[:, -1]
         initial.copy_(whole[:, -1, ..., None, None] * states[:, -1] + kept)
     return y.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, :length].to(v.dtype)
 
@@ -256,22 +255,36 @@ def decays(log_decay: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     return reads, keeps, whole, between
 
 
-def carry(step: Tensor, added: Tensor, first: Tensor) -> Tensor:
-    """Return the states between chunks, S_(c+1) = step_c S_c + added_c, from S_0 to the last.
+def carry(whole: Tensor, removed: Tensor, added: Tensor, first: Tensor) -> Tensor:
+    """Return the states between chunks, S_(c+1) = whole_c S_c - removed_c S_c + added_c, from S_0 on.
 
-    step: [batch, chunks, G, R, K, K]; added: [batch, chunks, G, R, K, P].
-    first: S_0, [batch, G, R, K, P]; the result has dimension chunks + 1 after batch.
+    whole: fp32 [batch, chunks, G, R]; removed: [batch, chunks, G, R, K, K]; added: [batch, chunks, G,
+    R, K, P]. first: S_0, [batch, G, R, K, P]; the result has dimension chunks + 1 after batch.
+    A decay of almost 1, which a state keeps over many chunks, stays a number of fp32: in bf16 it would
+    be 1.
     """
-    if not step.shape[1]:
+    whole = whole[..., None, None]
+    if not whole.shape[1]:
         return first[:, None]
-    odd = step[:, 1::2]
-    pairs = odd.shape[1]
+
+    def follow(chunks: slice, states: Tensor) -> Tensor:
+        """Return whole S - removed S of these chunks, for states [batch, as many, G, R, K, any]."""
+        return whole[:, chunks] * states - removed[:, chunks] @ states
+
+    pairs = whole.shape[1] // 2
+    one, other = slice(0, 2 * pairs, 2), slice(1, None, 2)
+    # two chunks as one: (w' - r') (w - r) = w' w - (w r' + w' r - r' r)
+    both = whole[:, one] * whole[:, other]
+    both_removed = whole[:, one] * removed[:, other] + follow(other, removed[:, one])
+    both_added = follow(other, added[:, one]) + added[:, other]
     # S_0, S_2, S_4, ...
-    both = odd @ added[:, 0::2][:, :pairs] + added[:, 1::2]
-    even = carry(odd @ step[:, 0::2][:, :pairs], both, first)
+    even = carry(
+        both[..., 0, 0], both_removed.to(removed.dtype), both_added.to(added.dtype), first
+    )
     # S_1, S_3, S_5, ..., of which there may be one more than pairs
-    count = step.shape[1] - pairs
-    between = step[:, 0::2] @ even[:, :count] + added[:, 0::2]
+    each = slice(0, None, 2)
+    count = whole.shape[1] - pairs
+    between = (follow(each, even[:, :count]) + added[:, each]).to(first.dtype)
     mixed = torch.stack([even[:, :count], between], dim=2).flatten(1, 2)
     return torch.cat([mixed, even[:, count:]], dim=1)
 

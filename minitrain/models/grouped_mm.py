@@ -86,13 +86,13 @@ def _grouped_mm_backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     # grad: [rows, out]; only the first kind of product is differentiated
     x, stack, offsets = ctx.saved_tensors
     grad = grad.contiguous()
-    # [experts, out, in]: contiguous as the weights, of which `stack` is the transpose
-    grad_weights = _grouped_mm(grad.T, x, offsets)
-    return (
-        _grouped_mm(grad, stack.transpose(-2, -1), offsets),
-        grad_weights.transpose(-2, -1),
-        None,
-    )
+    grad_x = grad_stack = None
+    if ctx.needs_input_grad[0]:
+        grad_x = _grouped_mm(grad, stack.transpose(-2, -1), offsets)
+    if ctx.needs_input_grad[1]:
+        # [experts, out, in]: contiguous as the weights, of which `stack` is the transpose
+        grad_stack = _grouped_mm(grad.T, x, offsets).transpose(-2, -1)
+    return grad_x, grad_stack, None
 
 
 _grouped_mm.register_autograd(

@@ -175,7 +175,7 @@ def initialize_parameter(name: str, tensor: Tensor, generator: torch.Generator) 
     if name == "A_log":
         # A = -1, -2, ..., -H; mamba_ssm and Megatron draw it between -16 and -1
         tensor.copy_(torch.arange(1, len(tensor) + 1).log())
-    elif name == "D":
+    elif name in ("D", "norm.weight"):
         tensor.fill_(1)
     elif name == "dt_bias":
         # its softplus, dt, is log-uniform between 0.001 and 0.1

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.models.grouped_mm import grouped_mm
-from minitrain.models.layers import MLPS, GatedMLP, identity, squared_relu
+from minitrain.models.layers import MLPS, identity, squared_relu
 from minitrain.models.router import Router, count_tokens
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class MoE(nn.Module):
         # tensor-parallel ranks take the document ids of their own tokens in `split`
         self.dispatch = dispatch
         self.split = identity
-        dense = MLPS.get(config.mlp, GatedMLP)
-        self.shared_experts = dense(hidden, shared) if shared else None
+        self.shared_experts = MLPS[config.mlp](hidden, shared) if shared else None
         gated = shared and config.shared_expert_gate
         self.shared_expert_gate = nn.Linear(hidden, 1, bias=False) if gated else None
         self.fc1_latent_proj = nn.Linear(hidden, latent, bias=False) if latent else nn.Identity()

@@ -12,6 +12,7 @@ from minitrain.errors import InputError
 from minitrain.models.decoder import Decoder
 from minitrain.models.decoder_config import DecoderConfig, routing_width
 from minitrain.models.grouped_mm import has_fast_kernel
+from minitrain.models.shapes.mixers import state_bytes
 from minitrain.parallel.tensor_decoder import tensor_parallel_size
 from minitrain.settings import Rollout
 from minitrain.training.footprint import free_memory
@@ -42,7 +43,7 @@ def page_count(
 
     records: pages hold the experts of tokens, too. Raises InputError for more rollout.pages than fit.
     """
-    fitting = fitting_pages(cached, settings.page_size, 1.0, records)
+    fitting = fitting_pages(cached, settings.page_size, 1.0, rows, records)
     if settings.pages:
         if settings.pages > fitting:
             raise InputError(
@@ -58,20 +59,26 @@ def page_count(
     on_cpu = cached[0][0].head_weight.device.type == "cpu"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if on_cpu else 1
     share = settings.memory / ranks
-    return max(1, min(most, fitting_pages(cached, settings.page_size, share, records)))
+    return max(1, min(most, fitting_pages(cached, settings.page_size, share, rows, records)))
 
 
 def fitting_pages(
-    cached: CachedLayers, page_size: int, share: float, records: bool = False
+    cached: CachedLayers, page_size: int, share: float, rows: int, records: bool = False
 ) -> int:
     """Return how many pages fit into a share of the free memory, on all ranks that step together.
 
+    Beside the states of recurrent layers, which `rows` samples and two more slots have.
     records: as for `page_count`; of the first model, in int16.
     """
     page_bytes = 2 * page_size * routing_width(cached[0][0].config) if records else 0
+    states = 0
     sizes = []
     for model, layers in cached:
         config = model.config
+        itemsize = model.head_weight.dtype.itemsize
+        recurrent = filter(None, map(config.recurrence, layers))
+        each = sum(state_bytes(shape, itemsize) for shape in recurrent)
+        states += (rows + 2) * each // tensor_parallel_size(model)
         if config.kv_lora_rank:
             # latents, which all of a rank's heads read
             channels = config.kv_lora_rank + config.qk_rope_head_dim
@@ -83,9 +90,10 @@ def fitting_pages(
             pools = 2
         sizes.append(channels)
         pools *= sum(config.parts(layer)[0] == "attention" for layer in layers)
-        page_bytes += page_size * channels * pools * model.head_weight.dtype.itemsize
+        page_bytes += page_size * channels * pools * itemsize
     head = cached[0][0].head_weight
-    fitting = int(share * free_memory(head.device) / max(page_bytes, 1))
+    room = max(0, share * free_memory(head.device) - states)
+    fitting = int(room / max(page_bytes, 1))
     pages = torch.tensor(min(fitting, MAX_POOL_ELEMENTS // (page_size * max(sizes)) - 1))
     if isinstance(head, DTensor):
         pages = pages.to(head.device)

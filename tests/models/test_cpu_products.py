@@ -80,16 +80,21 @@ def test_linears(forced, bias, frozen):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("counts", [[3, 0, 9, 4], [0, 0, 16, 0]])
-def test_grouped_products(forced, counts):
+def test_grouped_products(forced, counts, frozen):
+    """A frozen stack costs no product for a gradient of its own."""
     ends = torch.tensor(counts).cumsum(0).int()
-    x, stack = torch.randn(16, 8, requires_grad=True), torch.randn(4, 12, 8, requires_grad=True)
+    x = torch.randn(16, 8, requires_grad=True)
+    stack = torch.randn(4, 12, 8, requires_grad=not frozen)
+    leaves = [x] if frozen else [x, stack]
+    each = 2 if frozen else 3
     results = []
     for faster in (False, True):
         with mock.patch.object(cpu, "FASTER", faster), count_products() as products:
             y = grouped_mm(x, stack.transpose(1, 2), ends)
-            results.append([y, *torch.autograd.grad(y.square().sum(), [x, stack])])
-        assert products.call_count == (3 * sum(count > 0 for count in counts) if faster else 0)
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+        assert products.call_count == (each * sum(count > 0 for count in counts) if faster else 0)
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 

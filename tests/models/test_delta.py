@@ -1,5 +1,7 @@
 """Gated DeltaNet against its recurrence, one token at a time, and against transformers' mixers."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,8 +40,9 @@ def random_inputs(seed=0):
 
 def recurrence(q, k, v, log_decay, beta, document_ids=None):
     """The definition, one token at a time."""
-    state, out = v.new_zeros(BATCH, GROUPS, HEADS, KEY, VALUE), []
-    for t in range(SEQ):
+    batch, length, groups, heads, width = v.shape
+    state, out = v.new_zeros(batch, groups, heads, k.shape[-1], width), []
+    for t in range(length):
         if document_ids is not None and t:
             same = document_ids[:, t] == document_ids[:, t - 1]
             state = state * same[:, None, None, None, None]
@@ -93,6 +96,22 @@ def test_low_precision_activations_keep_the_decay_in_full():
     expected = recurrence(q.double(), k.double(), v.double(), log_decay, beta)
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() <= 2**-7 * expected.norm()
+
+
+def test_a_state_that_fades_slowly_keeps_its_decay_over_many_chunks():
+    """In bf16 a chunk's decay of 0.9995 would be 1, and after 200 chunks a tenth more would be left."""
+    length = 200 * 8
+    draws = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, length, 1, n, generator=draws) for n in (16, 16, 4))
+    q, k, v = (x.bfloat16() for x in (q, F.normalize(k, dim=-1), v[:, :, :, None]))
+    # written by the first chunk, and then only kept
+    beta = torch.zeros(1, length, 1, 1)
+    beta[:, :8] = 0.5
+    log_decay = torch.full((1, length, 1, 1), math.log(0.9995) / 8)
+    found = scan(q, k, v, log_decay, beta, 8)
+    expected = recurrence(*(x.double() for x in (q, k, v, log_decay, beta)))
+    late = slice(length // 2, None)
+    assert (found - expected)[:, late].norm() <= 2**-7 * expected[:, late].norm()
 
 
 def test_a_state_that_goes_on_adds_up_in_fp32():

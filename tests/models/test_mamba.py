@@ -259,6 +259,9 @@ def test_initial_values():
     taps = torch.empty(1000, 1, 4)
     assert initialize_parameter("conv1d.weight", taps, generator)
     assert 0.49 < taps.abs().max() <= 0.5
+    # whatever the other norms of the model store
+    norm = torch.zeros(5)
+    assert initialize_parameter("norm.weight", norm, generator) and norm.eq(1).all()
     assert not initialize_parameter("out_proj.weight", torch.empty(3, 3), generator)
 
 

@@ -603,6 +603,11 @@ def test_no_tensor_of_tokens_by_experts_by_channels():
         ("gpt-oss-20b", dict(first_k_dense_replace=1), "mlp=clamped_swiglu is for experts only"),
         (
             "gpt-oss-20b",
+            dict(shared_expert_intermediate_size=8),
+            "mlp=clamped_swiglu is for experts only",
+        ),
+        (
+            "gpt-oss-20b",
             dict(num_layers=4, layer_pattern="*E-E"),
             "mlp=clamped_swiglu is for experts only",
         ),
@@ -633,7 +638,7 @@ def test_no_tensor_of_tokens_by_experts_by_channels():
         (
             "deepseek-v3",
             dict(rope_scaling=dict(rope_type="yarn")),
-            "must have rope_type llama3 and",
+            "must have rope_type linear and",
         ),
     ],
 )

@@ -71,6 +71,19 @@ def test_a_pool_keeps_its_size_while_that_fits(monkeypatch):
     assert counts == [5 * 10**5 // page] * 3 + [2 * 10**5 // page]
 
 
+@pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b", "qwen3-next-80b-a3b"])
+def test_pages_leave_room_for_the_states_of_recurrent_layers(monkeypatch, name):
+    """Those that the caches hold after a step, for 8 samples, one that waits and the null slot."""
+    sampler = Sampler(make(name), settings=Rollout(page_size=4, pages=50), samples=8)
+    sampler.generate(prompts_of((6,)), SamplingParams(max_tokens=3))
+    layers = sampler.caches.layers
+    states = sum(x.nbytes for layer in layers for x in getattr(layer, "states", ()))
+    # of 50 pages and the null page
+    page = sum(pool.nbytes for layer in layers for pool in getattr(layer, "pools", ())) // 51
+    monkeypatch.setattr(capacity, "free_memory", lambda device: states + 7 * page)
+    assert states and capacity.fitting_pages(sampler.cached, 4, 1.0, sampler.rows) == 7
+
+
 def test_pages_that_memory_has_no_room_for(monkeypatch):
     page = 4 * 2 * 4 * 16 * 4 * 4  # bytes, as above
     model = make("qwen3-32b", num_key_value_heads=4, head_dim=16, num_layers=4)

@@ -78,6 +78,14 @@ class DeltaShape:
         return self.heads // self.groups, self.key_dim, self.head_dim
 
 
+def state_bytes(shape: MambaShape | DeltaShape, itemsize: int) -> int:
+    """Return the bytes of a sequence's states in a layer: the scan's in fp32, and the convolution's.
+
+    itemsize: bytes per element of the convolution's inputs.
+    """
+    return 4 * state_elements(shape) + itemsize * (shape.conv - 1) * sum(shape.convolved)
+
+
 def state_elements(shape: MambaShape | DeltaShape) -> int:
     """Return the number of elements of the states of all heads of a layer."""
     return shape.groups * math.prod(shape.states)
