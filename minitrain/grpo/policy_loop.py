@@ -275,7 +275,10 @@ class PolicyLoop:
             # as a run finds it that resumes here
             self.worker.draft_counts()
             sampler = self.worker.sampler
-            sampler.free() if self.frees else sampler.forget()
+            if self.frees:
+                sampler.free()
+            else:
+                sampler.forget()
         return self.from_rank(numbers, self.first_sampler)
 
     def timing(self, groups: list[Group], began: float) -> dict[str, float]:

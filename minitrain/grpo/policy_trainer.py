@@ -72,8 +72,8 @@ class PolicyTrainer:
         size = self.config.batch.global_
         with self.phase("logprobs"):
             # one advantage for each response, in the order of `groups`
-            # a teacher gives each token its own
             values = [0.0] * sum(map(len, groups))
+            # a teacher gives each token its own
             if not self.config.teachers:
                 given = advantages(rewards(groups), grpo.baseline, grpo.std_scaling)
                 values = given.flatten().tolist()

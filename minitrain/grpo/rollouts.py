@@ -403,7 +403,8 @@ def sampling_settings(config: Config) -> str:
         grpo.environment_failure,
         grpo.overlong_buffer,
         grpo.overlong_penalty,
-        # responses without a record of their experts do not do then
-        *[grpo.replay_routing] * grpo.replay_routing,
     )
+    if grpo.replay_routing:
+        # responses without a record of their experts do not do
+        deciding += (True,)
     return hashlib.blake2b(repr(deciding).encode(), digest_size=8).hexdigest()

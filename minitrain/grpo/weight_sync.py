@@ -188,7 +188,10 @@ def regions_of(wanted: Box, held: dict[Box, list[int]]) -> list[tuple[list[int],
     """Return the regions of a box that some ranks hold, each as (ranks, region, volume)."""
     regions = []
     for box, ranks in held.items():
-        common = tuple((max(a), min(b)) for a, b in map(zip, box, wanted))
+        common = tuple(
+            (max(first, begin), min(last, end))
+            for (first, last), (begin, end) in zip(box, wanted, strict=True)
+        )
         if all(first < end for first, end in common):
             regions.append((ranks, common, volume(common)))
     return regions

@@ -102,7 +102,7 @@ class KeptMasks:
     def __call__(
         self, length: int, device: torch.device, document_ids: Tensor | None = None, **rule
     ) -> Mask:
-        """Return `make_mask` of these."""
+        """Return the mask that `make_mask` makes of these arguments; kept if no rows have their own."""
         if document_ids is not None or rule.get("q_positions") is not None:
             return make_mask(length, device, document_ids, **rule)
         key = length, device, *sorted(rule.items())

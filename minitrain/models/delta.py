@@ -292,7 +292,7 @@ def carry(whole: Tensor, removed: Tensor, added: Tensor, first: Tensor) -> Tenso
 class Inverse(torch.autograd.Function):
     """(1 + lower)^-1 of strictly lower triangular matrices [..., Q, Q].
 
-    By blocks: the inverse of [[A, 0], [C, B]] is that of [[A, 0], [0, B]], less itself C itself.
+    By blocks: the inverse of [[A, 0], [C, B]] is M - M C M, where M is that of [[A, 0], [0, B]].
     From blocks of one row on, each round doubles them.
     """
 

@@ -149,7 +149,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_new(name: str) -> bool:
-    """Return whether it is trained beside frozen weights: a classifier's head, too, begins at random."""
+    """Return whether a parameter is trained beside frozen weights: an adapter, or a classifier's head."""
     return is_adapter(name) or name == "score.weight"
 
 

@@ -86,7 +86,7 @@ class Dynamics(KeepsFP32):
 
 ALL = slice(None)
 # what decoding keeps of earlier tokens: the convolution's last taps - 1 inputs,
-# [batch, taps - 1, groups, channels], and the scan's state, fp32 [batch, groups, heads, P, N]
+# [batch, taps - 1, groups, channels], and the scan's state, fp32 [batch, groups, *states of the shape]
 State = tuple[Tensor, Tensor]
 
 

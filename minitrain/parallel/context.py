@@ -33,7 +33,8 @@ per layer and direction, in two collectives:
 
     (cp - 1) / cp x [batch, seq / cp, 2 heads head_dim + 2 groups state + heads]
 
-Gated DeltaNet does the same, with heads of keys as groups.
+Gated DeltaNet does the same, with heads of keys as groups, and 2 heads head_dim + 2 groups key_dim +
+2 heads in place of the last dimension.
 
 Document ids, if there are any, are gathered too.
 
@@ -247,25 +248,25 @@ def mix_local_groups(
     mesh: DeviceMesh,
     zigzag: bool,
     mixed: Tensor,
-    dt: Tensor,
+    gates: Tensor,
     document_ids: Tensor | None = None,
 ) -> Tensor:
     """Run `mix`, a mixer's convolution and scan, over full sequences for 1 / cp of its groups.
 
-    mix: see `Mamba2.mix` or `GatedDeltaNet.mix`, also for the last dimensions of mixed and dt.
-    mixed, dt: [batch, seq / cp, groups, ...]. document_ids: int [batch, seq / cp].
+    mix: see `Mamba2.mix` or `GatedDeltaNet.mix`, also for the last dimensions of mixed and gates.
+    mixed, gates: [batch, seq / cp, groups, ...]. document_ids: int [batch, seq / cp].
     Returns [batch, seq / cp, groups, heads of a group, head_dim].
     """
     # one collective for both: [batch, seq, groups / cp, ...]
-    joint = to_heads(torch.cat([mixed, dt], dim=-1), 2, 1, mesh, zigzag)
+    joint = to_heads(torch.cat([mixed, gates], dim=-1), 2, 1, mesh, zigzag)
     if document_ids is not None:
         # [batch, seq]
         document_ids = gather_sequence(document_ids, 1, mesh, zigzag)
     # the groups that this rank computes: the mixer holds the parameters of all
     first = mesh.get_local_rank() * joint.shape[2]
     groups = slice(first, first + joint.shape[2])
-    mixed, dt = joint.split([mixed.shape[-1], dt.shape[-1]], dim=-1)
-    return to_tokens(mix(mixed, dt, document_ids, groups=groups), 2, 1, mesh, zigzag)
+    mixed, gates = joint.split([mixed.shape[-1], gates.shape[-1]], dim=-1)
+    return to_tokens(mix(mixed, gates, document_ids, groups=groups), 2, 1, mesh, zigzag)
 
 
 def to_heads(x: Tensor, heads: int, seq: int, mesh: DeviceMesh, zigzag: bool = False) -> Tensor:

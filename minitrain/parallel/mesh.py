@@ -35,9 +35,9 @@ class Meshes:
     tp: DeviceMesh
     pp: DeviceMesh
     # if ep > 1, 3-D (dp_replicate, dp_shard, ep): experts are split over the last dimension, and
-    # over the others as in `parameters`
+    # over the others as in `parameters`, whose dp_shard is cp times the setting; this one's is
+    # cp x tp / ep times
     experts: DeviceMesh | None
-    # dp_shard of `parameters` is cp times the setting; that of `experts` is cp x tp / ep times
 
     @cached_property
     def device(self) -> torch.device:

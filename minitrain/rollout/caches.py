@@ -197,7 +197,7 @@ class Caches:
         pairs = {"pools": pages, "routes": pages, "states": slots}
         layers = self.layers + (self.drafts.layers if self.drafts else [])
         for name, copies in pairs.items():
-            # a layer has one of the two, or no cache at all
+            # a layer has some of these, or no cache at all
             tensors = [x for layer in layers for x in getattr(layer, name, [])]
             if copies and tensors:
                 source, target = on_device(copies, device).unbind(1)

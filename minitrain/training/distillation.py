@@ -45,7 +45,7 @@ BASE = "base"
 
 
 class Distillation(LanguageModeling):
-    """The sum of a divergence over the tokens whose label is not IGNORE; what it is does not count.
+    """The sum of a divergence over the tokens that have a label, whichever it is.
 
     A batch, and what is logged, are those of LanguageModeling. folders: the teacher of each source,
     or one.

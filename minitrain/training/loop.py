@@ -175,7 +175,7 @@ def apply_update(
 
     Values of micro-batches are [batch.micro, seq / cp, ...]. Returns loss and grad_norm, both
     scalars on the device. If one is not finite, every rank skips the update, since all see the same
-    values.
+    values. It seeds torch's generators, from which dropout draws.
     """
     optim = config.optim
     torch.manual_seed(dropout_seed(config.seed, step, meshes))
