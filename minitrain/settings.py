@@ -70,8 +70,7 @@ class Data:
     exclude: list[str] = setting(default_factory=list)
     # frames, height and width of mock latents
     size: list[int] = setting(default_factory=lambda: [24, 104, 60])
-    # key that holds the text in jsonl, parquet and arrow files; keys of chats are found
-    # automatically (data/chat/keys.py)
+    # key of the text in jsonl, parquet and arrow files; those of chats are found by themselves
     field: str = "text"
     # chat template of fine-tuning: how chats become text
     template: Literal["auto", "llama3", "chatml", "plain"] = "auto"
@@ -288,8 +287,7 @@ class GRPO:
     environment_failure: Literal["stop", "zero"] = "stop"
     # seconds that decoding waits for answers, until one takes longer: then others go on meanwhile
     environment_wait: float = number(0.1, 0, 1e6)
-    # key of the prompt in the lines of data.path; default: the first usual name in a line
-    # (data/chat/read_problems.py)
+    # key of the prompt in data.path's lines; default: a usual one (data/chat/read_problems.py)
     prompt_key: str = ""
     answer_key: str = ""  # key of the answer, with which the reward compares; default: likewise
     mock_digits: int = number(4, 1, 1000)  # length of the texts to reverse, with data.kind=mock
