@@ -15,7 +15,7 @@ import torch
 from minitrain.errors import InputError, located
 from minitrain.formats.config_own import KINDS, config_from_own, config_to_own
 from minitrain.formats.families import ACTIVATIONS, EPS_KEYS, FAMILIES, MODEL_TYPES, OWN, SIZES
-from minitrain.formats.family import CLASSIFIER, Family
+from minitrain.formats.family import CLASSIFIER, DEPTHS, Family
 from minitrain.formats.json_files import (
     read_number,
     read_switch,
@@ -31,7 +31,6 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 # fields of `DecoderConfig` that no config.json has
 TRAINING_ONLY = {"bias_update_speed", "router_aux_loss_coef", "seq_aux", "fake_balanced_gate"}
 LABELS = "num_labels"
-DEPTHS = "num_nextn_predict_layers"
 _NO_SCALING = dict(rope_type="default")
 # keys that an export does not copy from the config.json that was read: it writes these settings in
 # another form, and has weights in another format

@@ -1,7 +1,5 @@
 """Hooks of the family DeepSeek-V3 (also Kimi K2), for config.json and tensors (see families.py)."""
 
-import re
-
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
@@ -34,10 +32,3 @@ def write_shared(config: DecoderConfig, settings: dict) -> dict:
     """Return config.json with the number of experts that are as wide as the shared one."""
     shared = config.shared_expert_intermediate_size // config.moe_intermediate_size
     return settings | dict(n_shared_experts=shared)
-
-
-def depth_of(key: str, layers: int) -> int | None:
-    """Return the depth of multi-token prediction that a stored tensor is of, see `Family.depth_of`."""
-    found = re.match(r"model\.layers\.(\d{1,9})\.", key)
-    depth = int(found[1]) - layers if found else -1
-    return depth if depth >= 0 else None

@@ -12,7 +12,7 @@ from minitrain.formats import (
     qwen3_next,
     smollm3,
 )
-from minitrain.formats.family import PLAIN, Family, Stacks
+from minitrain.formats.family import PLAIN, Family, Stacks, depth_by_number
 
 # norm of `DecoderConfig` -> key of its epsilon
 EPS_KEYS = {
@@ -180,7 +180,7 @@ FAMILIES = {
         norm_topk=True,
         read=deepseek_v3.read,
         write=deepseek_v3.write,
-        depth_of=deepseek_v3.depth_of,
+        depth_of=depth_by_number,
         copied=deepseek_v3.COPIED,
     ),
     "glm4_moe": Family(
@@ -199,7 +199,7 @@ FAMILIES = {
         can_classify=False,
         read=deepseek_v3.read_shared,
         write=deepseek_v3.write_shared,
-        depth_of=deepseek_v3.depth_of,
+        depth_of=depth_by_number,
         copied=deepseek_v3.COPIED,
     ),
     "minimax_m2": Family(
@@ -368,5 +368,5 @@ FAMILIES = {
         ignored=r".*\.attn\.(masked_)?bias",
     ),
     # config_own.py reads and writes its config.json; all parameters are stored as they are
-    OWN: replace(PLAIN, as_ours=True, depth_of=deepseek_v3.depth_of),
+    OWN: replace(PLAIN, as_ours=True, depth_of=depth_by_number),
 }

@@ -8,6 +8,8 @@ from typing import Any
 from minitrain.models.decoder_config import DecoderConfig
 
 CLASSIFIER = "ForSequenceClassification"
+# key of the number of layers of multi-token prediction
+DEPTHS = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,16 @@ class Family:
             return self.renamed(name, layers)
         parts = "|".join(re.escape(part) for part in sorted(self.renamed, key=len, reverse=True))
         return re.sub(parts, lambda found: self.renamed[found[0]], name) if parts else name
+
+
+def depth_by_number(key: str, layers: int) -> int | None:
+    """Return the depth of a stored tensor, of which layers have the numbers behind the model's own.
+
+    key, layers: see `Family.depth_of`.
+    """
+    found = re.match(r"model\.layers\.(\d{1,9})\.", key)
+    depth = int(found[1]) - layers if found else -1
+    return depth if depth >= 0 else None
 
 
 # for models without an entry in FAMILIES, such as Wan

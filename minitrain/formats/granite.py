@@ -7,8 +7,8 @@ layers with experts, is their shared one.
 import math
 
 from minitrain.errors import InputError
+from minitrain.formats.hybrid_keys import bounded_dt, letters_of
 from minitrain.formats.json_files import read_number
-from minitrain.formats.nemotron_h import bounded_dt, letters_of
 from minitrain.models.decoder_config import LIMITS, DecoderConfig
 
 # the multipliers' keys are those of our fields

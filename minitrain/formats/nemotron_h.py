@@ -7,9 +7,10 @@ another order in files.
 
 import math
 import re
-from typing import Any
 
 from minitrain.errors import InputError
+from minitrain.formats.family import DEPTHS
+from minitrain.formats.hybrid_keys import bounded_dt, letters_of
 from minitrain.formats.json_files import read_number
 from minitrain.models.decoder_config import DecoderConfig
 
@@ -19,8 +20,6 @@ KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
     "layer_pattern": "hybrid_override_pattern",
 }
-# keys of multi-token prediction
-DEPTHS = "num_nextn_predict_layers"
 MTP_PATTERN = "mtp_hybrid_override_pattern"
 # kind of layer in `layers_block_type` -> its letter in `hybrid_override_pattern`
 LETTERS = dict(
@@ -39,8 +38,6 @@ NO_EXPERTS = dict(
 HEAD_DIM = 128
 # a time_step_min without effect; not 0, because transformers takes its logarithm
 LEAST_DT = 1e-30
-# infinity as Python's JSON reads it, and as transformers 5 writes it
-ENDLESS = (math.inf, {"__float__": "Infinity"})
 
 
 def with_pattern(raw: dict) -> dict:
@@ -51,22 +48,12 @@ def with_pattern(raw: dict) -> dict:
     pattern = raw.get("hybrid_override_pattern")
     layers = raw.get("layers_block_type")
     if layers is not None:
-        pattern = letters_of("layers_block_type", layers)
+        pattern = letters_of("layers_block_type", layers, LETTERS)
     if not isinstance(pattern, str) or not pattern:
         raise InputError("key hybrid_override_pattern or layers_block_type is missing or empty")
     absent = dict(head_dim=HEAD_DIM) | ({} if "E" in pattern else NO_EXPERTS)
     known = dict(hybrid_override_pattern=pattern, num_hidden_layers=len(pattern))
     return absent | raw | known
-
-
-def letters_of(key: str, layers: Any, known: dict[str, str] = LETTERS) -> str:
-    """Return the letters of a list of names. key: of the list, for messages. Raises InputError."""
-    letters = ""
-    for layer in layers if isinstance(layers, list) else [layers]:
-        if not isinstance(layer, str) or layer not in known:
-            raise InputError(f"{key} has {layer!r}, which is none of {', '.join(known)}")
-        letters += known[layer]
-    return letters
 
 
 def _mtp_pattern(pattern: str) -> str:
@@ -82,7 +69,9 @@ def read(raw: dict) -> dict:
     if raw.get(DEPTHS):
         names = raw.get("mtp_layers_block_type")
         pattern = (
-            raw.get(MTP_PATTERN) if names is None else letters_of("mtp_layers_block_type", names)
+            raw.get(MTP_PATTERN)
+            if names is None
+            else letters_of("mtp_layers_block_type", names, LETTERS)
         )
         known = _mtp_pattern(raw["hybrid_override_pattern"])
         if pattern != known:
@@ -110,14 +99,6 @@ def _least_dt(raw: dict) -> float:
         least = read_number(raw, key, float, 0.001)
         return 0.0 if least == LEAST_DT else least
     return bounded_dt(raw, "mamba_dt_limit" if "mamba_dt_limit" in raw else "time_step_limit")
-
-
-def bounded_dt(raw: dict, key: str) -> float:
-    """Return the lower bound of dt under a key. Raises InputError for an upper bound."""
-    limit = raw.get(key, [0.0, math.inf])
-    if not isinstance(limit, list) or len(limit) != 2 or limit[1] not in ENDLESS:
-        raise InputError(f"{key}={limit!r} is not supported (must be [a number, Infinity])")
-    return read_number({key: limit[0]}, key, float)
 
 
 def write(config: DecoderConfig, settings: dict) -> dict:

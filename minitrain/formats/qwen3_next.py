@@ -7,12 +7,12 @@ model is `model.language_model` in them, as for transformers' AutoModelForCausal
 import re
 
 from minitrain.errors import InputError
+from minitrain.formats.family import DEPTHS
+from minitrain.formats.hybrid_keys import letters_of
 from minitrain.formats.json_files import read_number
-from minitrain.formats.nemotron_h import letters_of
 from minitrain.models.decoder_config import LIMITS, DecoderConfig
 
-DEPTHS = "num_nextn_predict_layers"
-# Qwen3.5's key of the same number
+# Qwen3.5's key of the number of depths
 QWEN3_5_DEPTHS = "mtp_num_hidden_layers"
 # kind of layer in `layer_types` -> its letter in `layer_pattern`
 LETTERS = dict(linear_attention="d", full_attention="a")
