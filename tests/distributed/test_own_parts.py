@@ -28,7 +28,7 @@ CLOSURES = {
         "pipeline_stage",
         "shards",
     ],
-    "training.muon": ["adamw", "hashing", "shards"],
+    "training.muon": ["activation_offload", "adamw", "hashing", "shards", "variants"],
 }
 IMPORTS = """
 import os, sys, torch.distributed.pipelining, torch.distributed.tensor

@@ -66,7 +66,7 @@ def with_settings(**settings) -> dict:
         ),
         (
             {"data": {"packed": True}},
-            "data.packed=true is for task=sft, lora and dpo, not for task=diffusion",
+            "data.packed=true is for task=sft, lora, dpo, reward, not for task=diffusion",
         ),
         (
             {"parallel": {"cp": 2, "tp": 4, "context": "ulysses"}},
