@@ -327,9 +327,10 @@ def test_layouts_that_these_models_cannot_have(model, parallel, message):
     from_dict(tree | dict(parallel={}))
 
 
-def test_block_compiles_to_one_graph():
-    """A Mamba-2 layer with its norm, forward and backward, on packed rows."""
-    block = Block(model_config("nemotron3-nano-30b-a3b-tiny"), layer=0)
+@pytest.mark.parametrize("name", ["nemotron3-nano-30b-a3b-tiny", "qwen3.5-9b-tiny"])
+def test_block_compiles_to_one_graph(name):
+    """A recurrent layer with its norms and MLP, forward and backward, on packed rows of several chunks."""
+    block = Block(model_config(name), layer=0)
     for i, parameter in enumerate(block.parameters()):
         parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     x = torch.randn(BATCH, SEQ, 64, generator=torch.Generator().manual_seed(1))
